@@ -232,6 +232,8 @@ class Run:
     """Periods between checkpoints; 0: only when a run ends."""
     keep_checkpoints: int = 2
     """Newest checkpoints kept; 0 keeps all."""
+    record_tokens: bool = True
+    """Keep per-token numbers (log-probs, ratio, KL, entropy, loss) of every completion in the run directory."""
     stall_after: float = 30.0
     """Seconds without progress after which a notice names the groups that are waited for."""
     max_restarts: int = 3
