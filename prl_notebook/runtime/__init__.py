@@ -1,1 +1,1 @@
-
+"""Background processes and devices."""
