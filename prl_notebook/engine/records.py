@@ -129,11 +129,7 @@ def read_groups(path: Path) -> list[GroupRecord]:
                 {name: row[name] for name in names["reward_functions"]},
                 row["advantage"],
                 {name: row[name] for name in names["extras"]},
-                {
-                    n: np.asarray(row[f"token_{n}"], np.float32)
-                    for n in NUMBERS
-                    if row.get(f"token_{n}") is not None
-                },
+                {n: np.asarray(row[f"token_{n}"], np.float32) for n in NUMBERS if row.get(f"token_{n}") is not None},
                 None if row["mask"] is None else np.asarray(row["mask"], bool),
             )
         )

@@ -68,7 +68,7 @@ class Completion:
 
 @dataclass
 class Group:
-    """The K completions of one prompt, all sampled by one policy version; rewards are filled in by the reward process."""
+    """The K completions of one prompt, all sampled by one policy version; the reward process fills in rewards."""
 
     period: int
     group: int
@@ -77,7 +77,7 @@ class Group:
     completions: list[Completion]
     worker: int = -1
     rewards_K: np.ndarray | None = None
-    """float64 [K], weighted sum over reward functions; NaN where every function abstained or the completion is invalid."""
+    """float64 [K], weighted sum over reward functions; NaN where all abstained or the completion is invalid."""
     rewards_by_function: dict[str, np.ndarray] = field(default_factory=dict)
     """float64 [K] per reward function, NaN = abstained."""
     advantages_K: np.ndarray | None = None

@@ -1,0 +1,205 @@
+"""Stepping: the engine runs towards a goal ("two periods", "one group"), and stands still when there is none.
+
+The engine calls `arrive` at every boundary; there it blocks while the session is paused. Commands that need the
+engine to stand still (verify, rewind, checkpoint) are run by the engine's own thread while it waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from prl_notebook.engine.types import Group
+
+Unit = Literal["period", "group", "microstep"]
+UNITS: tuple[Unit, ...] = ("period", "group", "microstep")
+
+
+class Closed(Exception):
+    """The session is being closed; the engine's thread unwinds."""
+
+
+class PeriodAbandoned(Exception):
+    """The period under way is given up (rewind); the engine goes back to the period boundary."""
+
+
+@dataclass
+class Goal:
+    """How far to run. Done when `remaining` units have passed, or when the session pauses."""
+
+    unit: Unit
+    remaining: int
+    done: Future[None] = field(default_factory=Future)
+
+
+@dataclass
+class Breakpoint:
+    """Pause where `when` is true.
+
+    `on` and what `when` is called with: 'group' - the scored Group before it is trained; 'microstep' - the
+    MicroStepReport; 'period' - the metrics dict of the finished period.
+    """
+
+    on: Unit
+    when: Callable[[Any], bool]
+    name: str
+    enabled: bool = True
+    hits: int = 0
+
+
+class Stepper:
+    """Shared by the session's threads (which set goals) and the engine's (which arrives at boundaries)."""
+
+    def __init__(self, on_pause: Callable[[Unit, str, str | None], None], on_resume: Callable[[Goal], None]) -> None:
+        self.breakpoints: list[Breakpoint] = []
+        self._on_pause, self._on_resume = on_pause, on_resume
+        self._changed = threading.Condition()
+        self._goal: Goal | None = None
+        self._pause = False
+        self._closed = False
+        self._abandon = False
+        self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self.at: Unit | None = None
+        """the boundary the engine stands at, None while it runs"""
+
+    @property
+    def unit(self) -> Unit | None:
+        """Unit of the present goal."""
+        goal = self._goal
+        return goal.unit if goal else None
+
+    @property
+    def paused(self) -> bool:
+        """True while no goal is set or a pause was asked for."""
+        return self._goal is None or self._pause
+
+    def run(self, unit: Unit, count: int) -> Goal:
+        """Set a goal.
+
+        Raises:
+            ValueError: unknown unit, or count below 1.
+            RuntimeError: another goal is being worked on.
+        """
+        if unit not in UNITS:
+            raise ValueError(f"step({unit!r}): a step is one of {', '.join(map(repr, UNITS))}")
+        if count < 1:
+            raise ValueError(f"cannot run {count} {unit}s: at least 1")
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the session is closed")
+            if self._goal is not None:
+                raise RuntimeError(
+                    f"the session runs ({self._goal.remaining} {self._goal.unit}(s) to go); pause() or wait() first"
+                )
+            self._pause = False
+            self._goal = Goal(unit, count)
+            self._changed.notify_all()
+            return self._goal
+
+    def pause(self) -> None:
+        """Stand still at the next boundary of any kind."""
+        with self._changed:
+            if self._goal is not None:
+                self._pause = True
+
+    def close(self, error: Exception | None = None) -> None:
+        """Let the engine's thread unwind; open goals and commands fail with `error`, or end."""
+        with self._changed:
+            self._closed = True
+            self._finish_goal(error)
+            for _, future in self._commands:
+                future.set_exception(error or RuntimeError("the session is closed"))
+            self._commands.clear()
+            self._changed.notify_all()
+
+    def command(self, function: Callable[[], Any], abandon_period: bool = False) -> Future[Any]:
+        """Have the engine's thread call `function` when it stands at a period boundary.
+
+        With `abandon_period` a period under way is given up first.
+        """
+        future: Future[Any] = Future()
+        with self._changed:
+            if self._closed:
+                future.set_exception(RuntimeError("the session is closed"))
+                return future
+            self._commands.append((function, future))
+            self._abandon = abandon_period and self.at != "period"
+            self._changed.notify_all()
+        return future
+
+    def interrupting(self) -> None:
+        """Called by the engine while it waits inside a period.
+
+        Raises:
+            Closed: the session is being closed.
+            PeriodAbandoned: the period is to be given up.
+        """
+        if self._closed:
+            raise Closed
+        if self._abandon:
+            self._abandon = False
+            raise PeriodAbandoned
+
+    def arrive(self, boundary: Unit, where: str, groups: int = 0, subject: Any = None) -> None:
+        """The engine stands at `boundary`, having passed it once (and `groups` groups); block while paused.
+
+        `where` says in words what was done and what comes next; `subject` is what breakpoints look at.
+        """
+        self.interrupting()
+        with self._changed:
+            goal = self._goal
+            if goal:
+                goal.remaining -= groups if goal.unit == "group" else (goal.unit == boundary)
+            reached = goal is None or goal.remaining <= 0 or self._pause
+        hit = self._hit(boundary, subject)
+        if hit or reached:
+            self.stand(boundary, where, hit)
+
+    def break_on_group(self, group: Group, where: str) -> None:
+        """Pause before a scored group is trained, if a breakpoint says so."""
+        if hit := self._hit("group", group):
+            self.stand("group", where, hit)
+
+    def _hit(self, boundary: Unit, subject: Any) -> str | None:
+        """Name of the first breakpoint that is true here."""
+        for candidate in list(self.breakpoints):
+            if candidate.enabled and candidate.on == boundary and candidate.when(subject):
+                candidate.hits += 1
+                return candidate.name
+        return None
+
+    def stand(self, boundary: Unit, where: str, breakpoint: str | None = None) -> None:
+        """Block until there is a goal; run commands meanwhile, if this is a period boundary."""
+        self._on_pause(boundary, where, breakpoint)
+        with self._changed:
+            self._pause = False
+            self.at = boundary
+            self._finish_goal(None)
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._goal or self._closed or self._abandon or (boundary == "period" and self._commands)
+                )
+                self.at = None
+                self.interrupting()
+                if self._goal:
+                    break
+                function, future = self._commands.popleft()
+                self.at = boundary
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where the caller waits
+                future.set_exception(error)
+        self._on_resume(self._goal)
+
+    def _finish_goal(self, error: Exception | None) -> None:
+        goal, self._goal = self._goal, None
+        if goal and not goal.done.done():
+            if error:
+                goal.done.set_exception(error)
+            else:
+                goal.done.set_result(None)
