@@ -1,0 +1,182 @@
+"""Curves of every metric over the periods, as small SVG charts: a few kilobytes each, where plotly needs megabytes.
+
+`curves_figure` gives the same charts as a plotly figure to zoom into.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from prl_notebook.engine.run_state import RunState
+from prl_notebook.views.base import View, number, render
+
+WIDTH, HEIGHT = 300, 90
+MAX_POINTS = 240
+"""More periods than this are thinned; the first and the last point of a curve are always drawn."""
+MAX_SERIES = 6
+
+ZERO_LOSS = (
+    "A loss of 0 is expected here: with one update per period the ratio is exactly 1 and a group's advantages sum to "
+    "0, so the loss value vanishes while its gradient does not. Watch reward and grad_norm instead."
+)
+FIRST_RATIO = "Clip ratios stay 0 with num_iterations=1: the policy is still the one that sampled."
+
+# (section, title, patterns of metric names, note). A metric belongs to the first chart that matches it.
+CHARTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
+    ("train", "Reward", ("reward",), ""),
+    ("train", "Reward per function (mean)", ("rewards/*/mean",), ""),
+    ("train", "Reward spread", ("reward_std", "frac_reward_zero_std", "rewards/*/std"), ""),
+    ("train", "Gradient norm", ("grad_norm",), ""),
+    ("train", "Loss", ("loss",), ZERO_LOSS),
+    (
+        "train",
+        "Completion length (tokens)",
+        ("completions/mean_length", "completions/min_length", "completions/max_length"),
+        "",
+    ),
+    ("train", "Cut at the length limit", ("completions/clipped_ratio",), ""),
+    ("train", "Length of finished completions", ("completions/*_terminated_length",), ""),
+    ("train", "Learning rate", ("learning_rate",), ""),
+    ("evaluation", "Evaluation", ("eval_*",), ""),
+    ("stability", "KL to the reference", ("kl",), ""),
+    ("stability", "Entropy", ("entropy",), ""),
+    ("stability", "Clip ratios", ("clip_ratio/*", "cispo_clip_ratio"), FIRST_RATIO),
+    ("stability", "Sampler and trainer: log-prob difference", ("sampling/sampling_logp_difference/*",), ""),
+    ("stability", "Sampler and trainer: probability ratio", ("sampling/importance_sampling_ratio/*",), ""),
+    ("stability", "Completions without a valid reward", ("rewards/invalid",), ""),
+    ("performance", "Idle share of each side, overlap", ("idle_ratio/*", "overlap_ratio"), ""),
+    ("performance", "Time of a period (s)", ("step_time",), ""),
+    ("performance", "Tokens per second", ("*tokens_per_second*",), ""),
+    ("performance", "Waiting and weight sync (s)", ("queue_wait_time_s", "weight_sync_time_s"), ""),
+    ("performance", "Queue depth", ("buffer_qsize",), ""),
+    ("performance", "Parts of a period (s)", ("timing_s/*",), ""),
+    ("performance", "Tokens so far", ("num_tokens",), ""),
+)
+QUESTIONS = {
+    "train": "Does it learn?",
+    "evaluation": "Does it hold on other data?",
+    "stability": "Is it about to break?",
+    "performance": "Where does the time go?",
+    "more": "Everything else that was logged",
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    periods: list[int]
+    values: list[float]
+
+    @property
+    def finite(self) -> list[float]:
+        return [v for v in self.values if math.isfinite(v)]
+
+
+@dataclass(frozen=True)
+class Chart:
+    section: str
+    title: str
+    note: str
+    series: list[Series]
+
+
+def charts(state: RunState) -> list[Chart]:
+    """Every logged metric, gathered into charts in the order of `CHARTS`."""
+    names = sorted({name for _, metrics in state.history for name in metrics})
+    found = []
+    for section, title, patterns, note in CHARTS:
+        matching = [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
+        names = [n for n in names if n not in matching]
+        found += [
+            Chart(section, title, note, [_series(state, n) for n in matching[i : i + MAX_SERIES]])
+            for i in range(0, len(matching), MAX_SERIES)
+        ]
+    return found + [Chart("more", n, "", [_series(state, n)]) for n in names]
+
+
+def curves(state: RunState) -> View:
+    """Small charts of all metrics, grouped into train, evaluation, stability and performance."""
+    found = charts(state)
+    if not found:
+        return View(
+            render("empty", title="Curves", message="No period has finished yet."), "Curves: no finished period yet"
+        )
+    sections = [
+        (name, question, [_drawn(c) for c in found if c.section == name])
+        for name, question in QUESTIONS.items()
+        if any(c.section == name for c in found)
+    ]
+    lines = [f"Curves over {len(state.history)} periods (first -> last)"]
+    lines += [f"  {s.name:<42} {number(s.values[0]):>10} -> {number(s.values[-1])}" for c in found for s in c.series]
+    return View(render("curves", sections=sections, width=WIDTH, height=HEIGHT), "\n".join(lines))
+
+
+def curves_figure(state: RunState) -> Any:
+    """The charts as one `plotly.graph_objects.Figure`, two columns, for zooming and reading values."""
+    from plotly.subplots import make_subplots  # 4.8 MB of JavaScript come with it, so only on request
+
+    found = charts(state)
+    rows = max(1, math.ceil(len(found) / 2))
+    figure = make_subplots(rows=rows, cols=2, subplot_titles=[c.title for c in found] or ["no finished period yet"])
+    for i, chart in enumerate(found):
+        for s in chart.series:
+            figure.add_scatter(x=s.periods, y=s.values, name=s.name, row=i // 2 + 1, col=i % 2 + 1)
+    return figure.update_layout(
+        height=240 * rows, margin={"l": 40, "r": 20, "t": 40, "b": 30}, legend={"font_size": 10}
+    )
+
+
+def _series(state: RunState, name: str) -> Series:
+    points = [(period, metrics[name]) for period, metrics in state.history if metrics.get(name) is not None]
+    step = max(1, math.ceil(len(points) / MAX_POINTS))
+    thinned = points[:-1:step] + points[-1:]
+    return Series(name, [p for p, _ in thinned], [float(v) for _, v in thinned])
+
+
+def _drawn(chart: Chart) -> dict[str, Any]:
+    values = [v for s in chart.series for v in s.finite] or [0.0]
+    low, high = min(values), max(values)
+    first = min(s.periods[0] for s in chart.series)
+    last = max(s.periods[-1] for s in chart.series)
+    flat = high - low < 1e-12 + 1e-6 * abs(high)
+    return {
+        "title": chart.title,
+        "note": chart.note,
+        "low": "" if flat else number(low),
+        "high": number(high),
+        "first": first,
+        "last": last,
+        "lines": [
+            (i, s.name, number(s.values[-1]), _points(s, first, last, low, high, flat))
+            for i, s in enumerate(chart.series)
+        ],
+    }
+
+
+def _points(s: Series, first: int, last: int, low: float, high: float, flat: bool) -> str:
+    """SVG path; a single period becomes a short dash, a missing value a gap."""
+    path, pen = [], "M"
+    for period, value in zip(s.periods, s.values, strict=True):
+        if not math.isfinite(value):
+            pen = "M"
+            continue
+        x = WIDTH * (period - first) / max(1, last - first)
+        y = HEIGHT / 2 if flat else HEIGHT * (1 - (value - low) / (high - low))
+        path.append(f"{pen}{x:.1f} {y:.1f}")
+        pen = "L"
+    return "".join(path) + ("h6" if len(path) == 1 else "")
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The newest `width` values as one line of text."""
+    shown = [v for v in values[-width:] if math.isfinite(v)]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    blocks = "▁▂▃▄▅▆▇█"
+    return "".join(
+        blocks[int((len(blocks) - 1) * (v - low) / (high - low))] if high > low else blocks[3] for v in shown
+    )

@@ -1,0 +1,160 @@
+"""The timeline: what every rollout worker, the reward process and the trainer did during a period, and who waited for
+whom. What a period would have taken under the synchronous schedule is computed from the same durations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from prl_notebook.engine.run_state import PeriodState, RunState, Span
+from prl_notebook.engine.timing import busy, length
+from prl_notebook.views import analysis
+from prl_notebook.views.base import View, percent, plural, render, seconds
+
+KINDS = {
+    "generate": "generate",
+    "score": "score",
+    "microstep": "micro-step (m)",
+    "optimizer": "optimizer step",
+    "publish": "publish weights",
+    "load": "load weights",
+    "wait": "idle",
+    "fence": "fence: waits for the next policy version",
+}
+SHORT = {"optimizer": "opt", "publish": "pub", "load": "load"}
+MAX_ROWS = 6
+"""Groups that one worker samples at once are drawn below each other, at most this many; further ones overlap."""
+ROW = 14
+LABEL_FROM = 1.5
+"""A bar carries its label from this width on, in percent of the track."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    kind: str
+    left: float
+    """percent of the track"""
+    width: float
+    top: int
+    """pixels"""
+    height: int
+    label: str
+    tip: str
+    unfinished: bool = False
+
+
+@dataclass(frozen=True)
+class Lane:
+    name: str
+    height: int
+    idle: str
+    bars: list[Bar]
+
+
+@dataclass(frozen=True)
+class Panel:
+    period: PeriodState
+    costs: analysis.Costs
+    lanes: list[Lane]
+    ticks: list[tuple[float, str]]
+    """(percent of the track, label)"""
+    waits: list[str]
+    verdict: str
+    finished: bool
+
+
+def timeline(state: RunState, periods: int = 3) -> View:
+    """Lanes of the newest `periods` periods (of those kept in detail), the newest first."""
+    panels = [_panel(p, state.t, analysis.worker_count(state)) for p in reversed(state.periods[-periods:])]
+    if not panels:
+        return View(render("empty", title="Timeline", message="No period has started yet."), "Timeline: no period yet")
+    lines = []
+    for panel in panels:
+        c = panel.costs
+        lines.append(
+            f"Timeline, period {panel.period.period}: {seconds(c.seconds)}, rollout idle {percent(c.rollout_idle)}, "
+            f"trainer idle {percent(c.trainer_idle)}, overlap {seconds(c.overlap)}"
+        )
+        lines += [f"  {text}" for text in (panel.verdict, *panel.waits) if text]
+    return View(render("timeline", panels=panels, kinds=KINDS), "\n".join(lines))
+
+
+def _panel(period: PeriodState, now: float, workers: int) -> Panel:
+    costs = analysis.costs(period, now, workers)
+    end = analysis.end_of(period, now)
+    scale = 100 / max(end - period.started_t, 1e-9)
+    lanes = [
+        _lane(lane, spans, [w for w in costs.waits if w.lane == lane], period, end, scale)
+        for lane, spans in analysis.spans_by_lane(period, now).items()
+    ]
+    waits = [f"{w.lane} waited {seconds(w.seconds)} for {w.reason}" for w in costs.waits[:4]]
+    return Panel(
+        period, costs, lanes, _ticks(costs.seconds), waits, _verdict(period, costs), period.finished_t is not None
+    )
+
+
+def _verdict(period: PeriodState, costs: analysis.Costs) -> str:
+    if costs.synchronous is None:
+        return ""
+    if period.schedule == "synchronous":
+        return "Synchronous schedule: the trainer started after the last group, by request."
+    return (
+        f"The synchronous schedule would have taken about {seconds(costs.synchronous)} "
+        f"({costs.synchronous / costs.seconds:.2f}x) for the same work."
+    )
+
+
+def _lane(
+    name: str, spans: list[Span], waits: list[analysis.Wait], period: PeriodState, end: float, scale: float
+) -> Lane:
+    rows: list[float] = []
+    bars = []
+    for span in sorted(spans, key=lambda s: s.start):
+        row = next((i for i, free in enumerate(rows) if free <= span.start + 1e-6), len(rows))
+        row = min(row, MAX_ROWS - 1)
+        rows[row : row + 1] = [max(span.end, rows[row]) if row < len(rows) else span.end]
+        bars.append(_span_bar(span, row, period, scale))
+    height = ROW * max(1, len(rows))
+    for w in waits:
+        kind = "fence" if "fence" in w.reason else "wait"
+        left, width = _place(w.start, w.end, period, scale)
+        tip = f"{name} waited {seconds(w.seconds)} for {w.reason}"
+        bars.append(Bar(kind, left, width, 0, height, _fitting(kind if kind == "fence" else "idle", width), tip))
+    idle = 1 - length(busy(spans, name)) / max(end - period.started_t, 1e-9)
+    return Lane(name, height, percent(max(0.0, idle)), bars)
+
+
+def _span_bar(span: Span, row: int, period: PeriodState, scale: float) -> Bar:
+    left, width = _place(span.start, span.end, period, scale)
+    begin = seconds(max(0.0, span.start - period.started_t))
+    tip = f"{span.lane} · {span.label} · {seconds(span.end - span.start)} · from {begin} on"
+    unfinished = False
+    label = SHORT.get(span.kind, "")
+    if span.kind == "microstep":
+        label = "m" + span.label.partition(":")[0].rpartition(" ")[2]
+    elif span.group is not None:
+        g = period.groups[span.group]
+        label = str(span.group)
+        unfinished = span.kind == "generate" and g.status == "generating"
+        if g.lengths:
+            tip += f" · {plural(g.tokens, 'token')}, longest {max(g.lengths)}, policy version {g.version}"
+    return Bar(span.kind, left, width, row * ROW, ROW - 1, _fitting(label, width), tip, unfinished)
+
+
+def _place(start: float, end: float, period: PeriodState, scale: float) -> tuple[float, float]:
+    start = max(start, period.started_t)
+    return round((start - period.started_t) * scale, 2), round(max(0.0, end - start) * scale, 2)
+
+
+def _fitting(label: str, width: float) -> str:
+    return label if width >= LABEL_FROM * max(1, len(label) / 2) else ""
+
+
+def _ticks(duration: float) -> list[tuple[float, str]]:
+    """About six round times."""
+    if duration <= 0:
+        return []
+    magnitude = 10.0 ** math.floor(math.log10(duration / 6))
+    step = next(magnitude * m for m in (1, 2, 5, 10) if duration <= 6 * magnitude * m)
+    return [(100 * i * step / duration, f"{i * step:g} s") for i in range(7) if i * step < 0.96 * duration]
