@@ -1,0 +1,103 @@
+"""Attention over part of the keys with its log-sum-exp, the merge of two parts, and the backward of one part.
+
+With the output and log-sum-exp of the whole softmax, the backward of a part is that of plain attention: probabilities
+are exp(score - lse) and the row sum of dO * O is the whole row's. So parts need not be kept, only the merged result.
+On CPU this is PyTorch's flash kernel; elsewhere plain matrix products, a slice of queries at a time.
+
+Shapes: C spans of L queries and P keys, H heads, D head dimension; causal parts have L = P.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERY_SLICE = 512
+"""Queries per slice of the plain products; bounds the scores held at once."""
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """Log-sum-exps of half precision inputs are float32."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def forward(q_CLHD: Tensor, k_CPHD: Tensor, v_CPHD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """o_CLHD, lse_CLH"""
+    kernel = _flash if q_CLHD.device.type == "cpu" else plain
+    o_CHLD, lse_CHL = kernel(*(x.transpose(1, 2) for x in (q_CLHD, k_CPHD, v_CPHD)), causal=causal, scale=scale)
+    return o_CHLD.transpose(1, 2), lse_CHL.transpose(1, 2)
+
+
+def backward(
+    do_CLHD: Tensor,
+    q_CLHD: Tensor,
+    k_CPHD: Tensor,
+    v_CPHD: Tensor,
+    o_CLHD: Tensor,
+    lse_CLH: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_CLHD, dk_CPHD, dv_CPHD of this part; o and lse are those of the whole softmax."""
+    kernel = _flash_backward if q_CLHD.device.type == "cpu" else plain_backward
+    tensors = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH))
+    dq, dk, dv = kernel(*tensors, causal=causal, scale=scale)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def merge(a_CLHD: Tensor, a_lse_CLH: Tensor, b_CLHD: Tensor, b_lse_CLH: Tensor) -> tuple[Tensor, Tensor]:
+    """o_CLHD, lse_CLH over the union of two disjoint key sets."""
+    lse_CLH = torch.logaddexp(a_lse_CLH, b_lse_CLH)
+    a_weight, b_weight = ((x - lse_CLH).exp()[..., None].to(a_CLHD.dtype) for x in (a_lse_CLH, b_lse_CLH))
+    return a_CLHD * a_weight + b_CLHD * b_weight, lse_CLH
+
+
+# The public scaled_dot_product_attention runs these very operators on CPU but hides the log-sum-exp.
+
+
+def _flash(q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_CHLD, k_CHPD, v_CHPD, 0.0, causal, scale=scale)
+
+
+def _flash_backward(do_CHLD, q_CHLD, k_CHPD, v_CHPD, o_CHLD, lse_CHL, causal: bool, scale: float):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do_CHLD, q_CHLD, k_CHPD, v_CHPD, o_CHLD, lse_CHL, 0.0, causal, scale=scale
+    )
+
+
+def plain(q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """o_CHLD, lse_CHL"""
+    outputs, lses = [], []
+    for start in range(0, q_CHLD.shape[2], QUERY_SLICE):
+        scores = _scores(q_CHLD[:, :, start : start + QUERY_SLICE], k_CHPD, start, causal, scale)
+        lse = scores.logsumexp(-1)
+        outputs.append((scores - lse[..., None]).exp().to(v_CHPD.dtype) @ v_CHPD)
+        lses.append(lse)
+    return torch.cat(outputs, 2), torch.cat(lses, 2)
+
+
+def plain_backward(
+    do_CHLD: Tensor, q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, o_CHLD: Tensor, lse_CHL: Tensor, causal, scale
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq_CHLD, dk_CHPD, dv_CHPD"""
+    dq = []
+    dk_CHPD, dv_CHPD = torch.zeros_like(k_CHPD), torch.zeros_like(v_CHPD)
+    for start in range(0, q_CHLD.shape[2], QUERY_SLICE):
+        part = slice(start, start + QUERY_SLICE)
+        q, do, o, lse = q_CHLD[:, :, part], do_CHLD[:, :, part], o_CHLD[:, :, part], lse_CHL[:, :, part]
+        p = (_scores(q, k_CHPD, start, causal, scale) - lse[..., None]).exp()
+        dv_CHPD += p.to(do.dtype).transpose(-1, -2) @ do
+        row_sum = (do * o).sum(-1, keepdim=True)
+        ds = (p * (do @ v_CHPD.transpose(-1, -2) - row_sum)).to(q.dtype)
+        dq.append(ds @ k_CHPD * scale)
+        dk_CHPD += ds.transpose(-1, -2) @ q * scale
+    return torch.cat(dq, 2), dk_CHPD, dv_CHPD
+
+
+def _scores(q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:
+    """Scores of a slice of queries in lse_dtype, -inf above the diagonal of a causal part."""
+    scores = (q @ k.transpose(-1, -2)).to(lse_dtype(q)) * scale
+    if causal:
+        above = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(start + 1)
+        scores = scores.masked_fill(above, float("-inf"))
+    return scores
