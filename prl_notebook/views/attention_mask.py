@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from markupsafe import Markup
+
 from prl_notebook.attention.costs import ModelDims, attention_pairs, flops
 from prl_notebook.attention.layout import Block, GroupLike, Layout, pack
 from prl_notebook.engine.records import GroupRecord
@@ -31,10 +33,10 @@ class Shape:
 
 def mask(layout: Layout, dims: ModelDims | None = None) -> View:
     """Mask of a layout beside separate rows: tokens, position ids, pairs; with the model's `dims` operations too."""
-    separate = layout if layout.kind == "separate" else pack(groups_of(layout), shared=False)
+    separate = separate_rows(layout)
     pictures = [_picture(layout)] + ([_picture(separate)] if separate is not layout else [])
     rows = comparison(layout, separate, dims)
-    body = render("mask", pictures=pictures, rows=rows)
+    body = render("mask", pictures=pictures, facts=facts(layout, dims))
     lines = [
         f"Attention mask, {layout.kind} layout: {plural(layout.tokens, 'token')} in {plural(layout.shape[0], 'row')}"
     ]
@@ -44,6 +46,16 @@ def mask(layout: Layout, dims: ModelDims | None = None) -> View:
         prompt_end = block.prompt_start + block.prompt_len - 1
         lines.append(f"  row {row}, group {block.group}: prompt {block.prompt_start}-{prompt_end}, {spans}")
     return View(body, "\n".join(lines))
+
+
+def separate_rows(layout: Layout) -> Layout:
+    """The completions of a layout as one row each."""
+    return layout if layout.kind == "separate" else pack(groups_of(layout), shared=False)
+
+
+def facts(layout: Layout, dims: ModelDims | None = None) -> Markup:
+    """The table under the mask: what this layout computes, and what separate rows would."""
+    return render("mask_facts", rows=comparison(layout, separate_rows(layout), dims))
 
 
 def comparison(layout: Layout, separate: Layout, dims: ModelDims | None) -> list[tuple[str, str, str, str]]:

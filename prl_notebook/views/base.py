@@ -7,6 +7,7 @@ become markup. Left out on purpose: JavaScript. A view reads the same in a noteb
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -39,6 +40,17 @@ class View:
 def render(template: str, **values: Any) -> Markup:
     """The template `static/{template}.html` with `values`, which are escaped."""
     return Markup(_environment.get_template(f"{template}.html").render(values))
+
+
+def joined(views: Iterable[View]) -> View:
+    """Several views below each other as one."""
+    views = list(views)
+    return View(Markup("").join(v.body for v in views), "\n\n".join(v.text for v in views))
+
+
+def message(text: str) -> View:
+    """A sentence where a view would be."""
+    return View(render("message", text=text), text)
 
 
 def number(value: float | None) -> str:

@@ -97,21 +97,26 @@ def charts(state: RunState) -> list[Chart]:
     return found + [Chart("more", n, "", [_series(state, n)]) for n in names]
 
 
-def curves(state: RunState) -> View:
-    """Small charts of all metrics, grouped into train, evaluation, stability and performance."""
+def curves(state: RunState, parent: RunState | None = None) -> View:
+    """Small charts of all metrics, grouped into train, evaluation, stability and performance.
+
+    With the state of the run this one was forked from, its curves are drawn beside, thin and grey.
+    """
     found = charts(state)
     if not found:
         return View(
             render("empty", title="Curves", message="No period has finished yet."), "Curves: no finished period yet"
         )
     sections = [
-        (name, question, [_drawn(c) for c in found if c.section == name])
+        (name, question, [_drawn(c, parent) for c in found if c.section == name])
         for name, question in QUESTIONS.items()
         if any(c.section == name for c in found)
     ]
     lines = [f"Curves over {len(state.history)} periods (first -> last)"]
     lines += [f"  {s.name:<42} {number(s.values[0]):>10} -> {number(s.values[-1])}" for c in found for s in c.series]
-    return View(render("curves", sections=sections, width=WIDTH, height=HEIGHT), "\n".join(lines))
+    return View(
+        render("curves", sections=sections, forked=parent is not None, width=WIDTH, height=HEIGHT), "\n".join(lines)
+    )
 
 
 def curves_figure(state: RunState) -> Any:
@@ -136,17 +141,20 @@ def _series(state: RunState, name: str) -> Series:
     return Series(name, [p for p, _ in thinned], [float(v) for _, v in thinned])
 
 
-def _drawn(chart: Chart) -> dict[str, Any]:
-    values = [v for s in chart.series for v in s.finite] or [0.0]
+def _drawn(chart: Chart, parent: RunState | None) -> dict[str, Any]:
+    before = [_series(parent, s.name) for s in chart.series] if parent else []
+    before = [s for s in before if s.periods]
+    values = [v for s in chart.series + before for v in s.finite] or [0.0]
     low, high = min(values), max(values)
-    first = min(s.periods[0] for s in chart.series)
-    last = max(s.periods[-1] for s in chart.series)
+    first = min(s.periods[0] for s in chart.series + before)
+    last = max(s.periods[-1] for s in chart.series + before)
     flat = high - low < 1e-12 + 1e-6 * abs(high)
     return {
         "title": chart.title,
         "note": chart.note,
         "low": "" if flat else number(low),
         "high": number(high),
+        "parent": [_points(s, first, last, low, high, flat) for s in before],
         "first": first,
         "last": last,
         "lines": [

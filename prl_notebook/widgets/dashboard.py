@@ -1,0 +1,172 @@
+"""The dashboard: controls, status, progress, queue, timeline and curves of a session, live.
+
+One thread waits for news and redraws at most `UPDATES_PER_SECOND` times a second, always the newest state; while
+nothing happens it sleeps. Buttons only call the session's methods that return at once, so they work in whichever
+thread the kernel runs their callbacks. Training itself never waits for the dashboard.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import ipywidgets as ipw
+
+from prl_notebook import views
+from prl_notebook.engine.live import LiveState
+from prl_notebook.engine.run_state import RunState
+from prl_notebook.views import View
+from prl_notebook.views.base import joined, message
+from prl_notebook.widgets.bundle import Bundled
+from prl_notebook.widgets.panes import Panes
+
+UPDATES_PER_SECOND = 5.0
+LOOK_AGAIN = 5.0
+"""Seconds after which a waiting updater looks whether it was closed."""
+
+WHEN_BUSY = (
+    "Buttons act at once while no cell is running. While one is running they act when it ends (the kernel's rule), "
+    "so start long work with run(n), which returns at once, and keep wait() for the end."
+)
+
+
+class Steerable(Protocol):
+    """What the dashboard needs of a session."""
+
+    live: LiveState
+    parent: RunState | None
+    """of the run this one was forked from; its curves are drawn beside"""
+
+    @property
+    def breakpoints(self) -> list[Any]: ...
+    def step(self, unit: str = "period", wait: bool = True) -> Any: ...
+    def run(self, periods: int) -> Any: ...
+    def pause(self) -> Any: ...
+    def resume(self) -> Any: ...
+    def close(self) -> Any: ...
+
+
+class Dashboard(Bundled, ipw.VBox):
+    """Show it as the last expression of a cell. `close()` ends its updater; the session goes on."""
+
+    def __init__(self, session: Steerable, timeline_periods: int = 2) -> None:
+        self._session = session
+        self._timeline_periods = timeline_periods
+        self._panes = Panes()
+        self._message = ipw.HTML()
+        self._breakpoints = ipw.HBox(layout=ipw.Layout(flex_flow="row wrap"))
+        self._curves_of: object = None
+        self._ended = threading.Event()
+        self.update_seconds: deque[float] = deque(maxlen=1000)
+        """kernel time of the newest updates"""
+        super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
+        self._draw(session.live.state)
+        threading.Thread(target=self._follow, name="prl-dashboard", daemon=True).start()
+
+    def view(self) -> View:
+        """The static dashboard: the same panes as one View."""
+        return dashboard_view(self._session.live.state, self._session.parent, self._timeline_periods)
+
+    def close(self) -> None:
+        """End the updater and remove the widget from the page."""
+        self._ended.set()
+        super().close()
+
+    def _follow(self) -> None:
+        seen = -1
+        while not self._ended.is_set():
+            sequence, state = self._session.live.newer(seen, LOOK_AGAIN)
+            if sequence == seen:
+                continue
+            seen = sequence
+            self._draw(state)
+            if state.status == "closed":
+                return
+            self._ended.wait(1 / UPDATES_PER_SECOND)
+
+    def _draw(self, state: RunState) -> None:
+        started = time.perf_counter()
+        shown = run_views(
+            state, self._session.parent, self._timeline_periods, curves=self._curves_of is not state.history
+        )
+        self._curves_of = state.history
+        self._panes.show(**shown)
+        self._list_breakpoints()
+        self.update_seconds.append(time.perf_counter() - started)
+
+    def _controls(self) -> ipw.Widget:
+        session = self._session
+        unit = ipw.Dropdown(options=["period", "group", "microstep"], layout=ipw.Layout(width="110px"))
+        count = ipw.BoundedIntText(value=10, min=1, max=1_000_000, layout=ipw.Layout(width="80px"))
+        row = ipw.HBox(
+            [
+                self._button(
+                    "Step", "forward-step", "one unit, then stop", lambda: session.step(unit.value, wait=False)
+                ),
+                unit,
+                self._button("Run", "play", "this many periods", lambda: session.run(count.value)),
+                count,
+                ipw.Label("periods"),
+                self._button("Pause", "pause", "stop at the next boundary", session.pause),
+                self._button("Resume", "play-circle", "go on with what was paused", session.resume),
+                self._button("Stop", "stop", "end the session and its processes", self._stop),
+            ],
+            layout=ipw.Layout(flex_flow="row wrap", align_items="center"),
+        )
+        return ipw.VBox([row, ipw.HTML(f'<div class="prl muted" style="margin:0">{WHEN_BUSY}</div>')])
+
+    def _button(self, label: str, icon: str, tip: str, act: Callable[[], Any]) -> ipw.Button:
+        button = ipw.Button(description=label, icon=icon, tooltip=tip, layout=ipw.Layout(width="90px"))
+        button.add_class(f"prl-{label.lower()}")
+
+        def clicked(_: ipw.Button) -> None:
+            try:
+                act()
+                self._message.value = ""
+            except (RuntimeError, ValueError) as error:  # e.g. "the session runs ...; pause first": tell, and go on
+                self._message.value = str(message(str(error)).body)
+
+        button.on_click(clicked)
+        return button
+
+    def _stop(self) -> None:
+        # Ending the processes takes a while, and a callback must not keep the kernel.
+        threading.Thread(target=self._session.close, name="prl-stop").start()
+
+    def _list_breakpoints(self) -> None:
+        """A check box per breakpoint; drawn anew only when the list changed."""
+        listed = [box.breakpoint for box in self._breakpoints.children]
+        if listed != list(self._session.breakpoints):
+            self._breakpoints.children = [_BreakpointBox(b) for b in self._session.breakpoints]
+
+
+class _BreakpointBox(ipw.Checkbox):
+    def __init__(self, breakpoint: Any) -> None:
+        self.breakpoint = breakpoint
+        label = f"break on {breakpoint.on}: {breakpoint.name}"
+        super().__init__(value=breakpoint.enabled, description=label, indent=False, layout=ipw.Layout(width="auto"))
+        self.observe(self._switch, "value")
+
+    def _switch(self, change: Any) -> None:
+        self.breakpoint.enabled = change["new"]
+
+
+def run_views(
+    state: RunState, parent: RunState | None = None, timeline_periods: int = 2, curves: bool = True
+) -> dict[str, View]:
+    """The views of a run by pane; curves change once a period and can be left out in between."""
+    shown = {
+        "status": views.status(state),
+        "progress": views.progress(state),
+        "queue": views.queue(state),
+        "timeline": views.timeline(state, timeline_periods),
+    }
+    return {**shown, "curves": views.curves(state, parent)} if curves else shown
+
+
+def dashboard_view(state: RunState, parent: RunState | None = None, timeline_periods: int = 2) -> View:
+    """Everything the dashboard shows but its controls, as one View."""
+    return joined(run_views(state, parent, timeline_periods).values())

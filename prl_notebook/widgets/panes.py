@@ -1,0 +1,30 @@
+"""Panes of HTML that are replaced when they change, and nothing else: what a live view is drawn in."""
+
+from __future__ import annotations
+
+import anywidget
+import traitlets
+
+from prl_notebook.views import View
+from prl_notebook.views.base import CSS
+from prl_notebook.widgets.bundle import static
+
+
+class Panes(anywidget.AnyWidget):
+    """One widget with a pane per view, so that an update of several views is one message."""
+
+    _esm = static("panes.js")
+    _css = CSS
+
+    status = traitlets.Unicode().tag(sync=True)
+    progress = traitlets.Unicode().tag(sync=True)
+    queue = traitlets.Unicode().tag(sync=True)
+    timeline = traitlets.Unicode().tag(sync=True)
+    curves = traitlets.Unicode().tag(sync=True)
+    detail = traitlets.Unicode().tag(sync=True)
+
+    def show(self, **views: View) -> None:
+        """Replace panes; those that did not change are not sent."""
+        with self.hold_sync():
+            for name, view in views.items():
+                setattr(self, name, str(view.body))
