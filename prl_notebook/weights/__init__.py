@@ -1,1 +1,23 @@
+"""Publish, receive and verify policy versions."""
 
+from prl_notebook.weights.store import (
+    WeightsMismatch,
+    checksum,
+    load_weights,
+    named_weights,
+    open_version,
+    publish,
+    release,
+    session_directory,
+)
+
+__all__ = [
+    "WeightsMismatch",
+    "checksum",
+    "load_weights",
+    "named_weights",
+    "open_version",
+    "publish",
+    "release",
+    "session_directory",
+]

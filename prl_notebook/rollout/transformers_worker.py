@@ -1,0 +1,244 @@
+"""Rollout worker on any attention-based causal language model of transformers: continuous batching of many groups.
+
+A prompt is prefilled once for its K completions; a finished row leaves the batch at once, a finished group is
+reported at once, and a newly submitted group joins the running batch at the next step. Left out: paged key-value
+memory, prefix sharing between prompts, speculative decoding and quantisation; vLLM has them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from prl_notebook.engine.types import Completion, FinishReason, Group, GroupRequest, WeightsRef
+from prl_notebook.rollout.batched_model import BatchedModel
+from prl_notebook.rollout.sampling import sample, uniforms
+from prl_notebook.rollout.worker import GroupDone, LoadAck, RowsDone, WorkerEvent
+from prl_notebook.weights import checksum, load_weights, named_weights, open_version
+
+PREFILL_TOKENS = 4096
+"""Prompt tokens (padding included) computed per step at most, unless a single prompt is longer: running rows wait."""
+
+
+@dataclass
+class _GroupInFlight:
+    request: GroupRequest
+    completions: list[Completion | None]
+    tokens: int = 0
+
+    @property
+    def done(self) -> int:
+        return sum(completion is not None for completion in self.completions)
+
+
+@dataclass
+class _Row:
+    """One completion being sampled."""
+
+    group: _GroupInFlight
+    sample: int
+    uniforms_R: np.ndarray
+    """float32, one draw per token up to the longest completion allowed."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """Where the token sampled last stands in the sequence."""
+        return len(self.group.request.prompt_ids) + len(self.ids) - 1
+
+
+class TransformersWorker:
+    """A `RolloutWorker` over a model folder (or hub name) of transformers.
+
+    By default a completion is a sample of the policy, with its own random stream, but not reproducible to the bit:
+    its logits carry rounding errors (about 1e-6 in float32) that depend on how many rows are computed together and
+    how long the longest is, hence on arrival times; where a draw falls within that error of a boundary between two
+    tokens, another token is sampled and the completion goes on differently. {RATE}
+
+    Args:
+        model_path: Folder or hub name; its generation config says which tokens end a completion.
+        dtype: Of the parameters, as torch spells it.
+        device: torch device.
+        reproducible: A group's tokens and log-probs depend on its seeds, its prompt, the sampling parameters and the
+            weights alone, bit for bit: not on what else is in flight, on when it joined or which worker serves it.
+            See `BatchedModel(fixed_shapes=True)`. Workers need the same kind of machine and number of threads.
+        max_rows: Completions sampled at once; groups that do not fit wait their turn.
+
+    Raises:
+        NotImplementedError: naming the model if it cannot be batched this way.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        reproducible: bool = False,
+        max_rows: int = 256,
+    ):
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+        self.max_rows = max_rows
+        self.version: int | None = None
+        """The policy version loaded, None before the first `load`."""
+        self._model = BatchedModel(model, fixed_shapes=reproducible)
+        end = model.generation_config.eos_token_id
+        self._end_ids = frozenset([] if end is None else [end] if isinstance(end, int) else end)
+        self._waiting: deque[_GroupInFlight] = deque()
+        self._rows: list[_Row] = []
+        """The row of each slot of the batch."""
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._rows)
+
+    def load(self, ref: WeightsRef) -> LoadAck:
+        """Load a published version, drop every cache computed under the old one, and acknowledge.
+
+        Raises:
+            RuntimeError: if groups are still in flight.
+            WeightsMismatch: if the file is not the version asked for or does not fit the model.
+        """
+        start = time.perf_counter()
+        if self.has_work:
+            raise RuntimeError(
+                f"load(version {ref.version}): {len(self._waiting)} groups wait and {len(self._rows)} completions are "
+                f"being sampled under version {self.version}; let them finish or abort() first"
+            )
+        self._model.reset()
+        load_weights(self._model.model, open_version(ref))
+        self.version = ref.version
+        digest = checksum(named_weights(self._model.model))
+        return LoadAck(ref.version, digest, time.perf_counter() - start)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Take a group into the batch at the next step that has room for its K rows.
+
+        Raises:
+            ValueError: if the version is not the one loaded, or the group cannot fit the model or the batch.
+        """
+        name = f"period {request.period}, group {request.group}"
+        if request.version != self.version:
+            raise ValueError(f"{name} asks for policy version {request.version}, but version {self.version} is loaded")
+        if not request.prompt_ids:
+            raise ValueError(f"{name} has an empty prompt")
+        if not 0 < len(request.seeds) <= self.max_rows:
+            raise ValueError(
+                f"{name} wants {len(request.seeds)} completions; max_rows={self.max_rows} allows 1 to that"
+            )
+        prompt, limit = len(request.prompt_ids), request.sampling.max_completion_length
+        context = self._model.context
+        if context is not None and prompt + limit > context:
+            raise ValueError(
+                f"{name}: a prompt of {prompt} tokens and max_completion_length={limit} exceed the model's context of "
+                f"{context} tokens; shorten the prompt or lower max_completion_length"
+            )
+        self._waiting.append(_GroupInFlight(request, [None] * len(request.seeds)))
+
+    def step(self) -> list[WorkerEvent]:
+        """Prefill waiting groups that fit, then sample one token for every row in flight."""
+        events = self._admit() if self._waiting else []
+        if self._rows:
+            logits_BV = self._model.decode([row.ids[-1] for row in self._rows], [row.position for row in self._rows])
+            events += self._extend(self._rows, logits_BV)
+        return events
+
+    def abort(self) -> None:
+        """Drop all groups, waiting or in flight; they are not reported."""
+        self._waiting.clear()
+        self._rows.clear()
+
+    def close(self) -> None:
+        """Drop all groups and free the key-value cache; the model goes with the worker."""
+        self.abort()
+        self._model.reset()
+
+    def _admit(self) -> list[WorkerEvent]:
+        events: list[WorkerEvent] = []
+        budget = PREFILL_TOKENS
+        while joining := self._next_to_prefill(budget):
+            prompts = [group.request.prompt_ids for group in joining]
+            budget -= len(prompts) * max(map(len, prompts))
+            logits_BV, prefilled = self._model.prefill(prompts)
+            rows: list[_Row] = []
+            for index, group in enumerate(joining):
+                seeds, limit = group.request.seeds, group.request.sampling.max_completion_length
+                first = len(self._rows) + len(rows)
+                self._model.join(first, len(seeds), prefilled, index, len(prompts[index]))
+                rows += [_Row(group, sample, uniforms(seed, limit)) for sample, seed in enumerate(seeds)]
+            self._rows += rows
+            repeats = torch.tensor([len(group.request.seeds) for group in joining], device=logits_BV.device)
+            events += self._extend(rows, logits_BV.repeat_interleave(repeats, 0))
+        return events
+
+    def _next_to_prefill(self, budget: int) -> list[_GroupInFlight]:
+        """Take the groups of the next prefill off the queue, in order: as many as budget, rows and shapes allow."""
+        taken: list[_GroupInFlight] = []
+        free = self.max_rows - len(self._rows)
+        longest = 0
+        while self._waiting:
+            request = self._waiting[0].request
+            longest = max(longest, len(request.prompt_ids))
+            over_budget = (len(taken) + 1) * longest > budget and (taken or budget < PREFILL_TOKENS)
+            alone = taken and self._model.fixed_shapes
+            if over_budget or alone or len(request.seeds) > free:
+                break
+            free -= len(request.seeds)
+            taken.append(self._waiting.popleft())
+        return taken
+
+    def _extend(self, rows: Sequence[_Row], logits_BV: torch.Tensor) -> list[WorkerEvent]:
+        """Sample the next token of each row; retire the rows that end with it."""
+        by_sampling: dict[object, list[int]] = {}
+        for index, row in enumerate(rows):
+            by_sampling.setdefault(row.group.request.sampling, []).append(index)
+        ended: list[_Row] = []
+        for sampling, indices in by_sampling.items():
+            chosen = [rows[index] for index in indices]
+            uniforms_B = torch.tensor([row.uniforms_R[len(row.ids)] for row in chosen], device=logits_BV.device)
+            ids_B, logprobs_B = sample(
+                logits_BV if len(chosen) == len(rows) else logits_BV[indices], uniforms_B, sampling
+            )
+            for row, token, logprob in zip(chosen, ids_B.tolist(), logprobs_B.tolist(), strict=True):
+                row.ids.append(token)
+                row.logprobs.append(logprob)
+                row.group.tokens += 1
+                if token in self._end_ids or len(row.ids) == sampling.max_completion_length:
+                    ended.append(row)
+        return self._retire(ended) if ended else []
+
+    def _retire(self, ended: list[_Row]) -> list[WorkerEvent]:
+        for row in ended:
+            reason: FinishReason = "stop" if row.ids[-1] in self._end_ids else "length"
+            ids_R, logprobs_R = np.array(row.ids, np.int32), np.array(row.logprobs, np.float32)
+            row.group.completions[row.sample] = Completion(ids_R, logprobs_R, reason)
+        self._close_holes({id(row) for row in ended})
+        events: list[WorkerEvent] = []
+        for group in {id(row.group): row.group for row in ended}.values():
+            request, done = group.request, group.done
+            events.append(RowsDone(request.period, request.group, done, group.tokens))
+            if done == len(group.completions):
+                completions = [completion for completion in group.completions if completion is not None]
+                events.append(
+                    GroupDone(Group(request.period, request.group, request.version, request.prompt_ids, completions))
+                )
+        return events
+
+    def _close_holes(self, ended: set[int]) -> None:
+        """Let the last rows of the batch take the slots of those that ended, so that live rows stay contiguous."""
+        live = [slot for slot, row in enumerate(self._rows) if id(row) not in ended]
+        count = len(live)
+        sources = [slot for slot in live if slot >= count]
+        targets = [slot for slot in range(count) if id(self._rows[slot]) in ended]
+        if sources:
+            self._model.move(sources, targets, max(self._rows[slot].position for slot in sources))
+        for source, target in zip(sources, targets, strict=True):
+            self._rows[target] = self._rows[source]
+        del self._rows[count:]
