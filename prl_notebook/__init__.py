@@ -1,1 +1,17 @@
 """Strictly on-policy GRPO with periodic asynchrony, shown live and stepped like a debugger."""
+
+from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer, Weights
+from prl_notebook.session import Session, SessionError, StepResult
+
+__all__ = [
+    "GRPO",
+    "Config",
+    "Rewards",
+    "Rollout",
+    "Run",
+    "Session",
+    "SessionError",
+    "StepResult",
+    "Trainer",
+    "Weights",
+]

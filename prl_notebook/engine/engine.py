@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from prl_notebook.config import Config
 from prl_notebook.engine import events as ev
+from prl_notebook.engine.checkpoints import Checkpoint
 from prl_notebook.engine.live import LiveState
 from prl_notebook.engine.metrics import batch_metrics
 from prl_notebook.engine.producer import Producer
@@ -73,20 +74,19 @@ class Engine(threading.Thread):
         live: LiveState,
         log: ev.EventLog,
         weights_dir: str,
-        on_period: Callable[[PeriodRecord, int], None],
-        period: int = 0,
-        version: int = 0,
+        on_period: Callable[[PeriodRecord | None], None],
+        checkpoint: Checkpoint | None = None,
     ) -> None:
-        """`on_period(record, version)` is called when a period is finished and before the next may start (it writes
-        records and checkpoints). `period` and `version` are where a resumed run goes on."""
+        """`on_period(record)` is called when a period is finished and before the next may start (it writes records and
+        checkpoints; None: before the first). `checkpoint` is where a resumed run goes on."""
         super().__init__(name="engine", daemon=True)
         self.config, self.source = config, source
         self.producer, self.queue, self.scorer, self.trainer = producer, queue, scorer, trainer
         self.stepper, self.live, self.log = stepper, live, log
-        self.period, self.version = period, version
+        self.period, self.version = (checkpoint.period, checkpoint.version) if checkpoint else (0, 0)
         self.record: PeriodRecord | None = None
         self.failure: Exception | None = None
-        self._weights_dir, self._on_period = weights_dir, on_period
+        self._weights_dir, self._on_period, self._checkpoint = weights_dir, on_period, checkpoint
         self._schedule = SCHEDULES[config.run.schedule]
         self._expected_length: dict[int, float] = {}
         """mean completion length seen for a row of the dataset, for dispatch='longest_first'"""
@@ -95,9 +95,8 @@ class Engine(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.trainer.wait_ready()
-            self.sync(self.publish())
-            self.stepper.stand("period", f"ready; next: period {self.period} with policy version {self.version}")
+            self._start()
+            self.stepper.begin(f"ready; next: period {self.period} with policy version {self.version}")
             while True:
                 try:
                     metrics = self.run_period()
@@ -118,6 +117,24 @@ class Engine(threading.Thread):
             text = "".join(traceback.format_exception(error))
             self.log.emit(ev.RunFailed(error=str(error), traceback=text))
             self.stepper.close(error)
+
+    def _start(self) -> None:
+        began = time.perf_counter()
+        self.trainer.wait_ready()
+        for rank in self.trainer.ranks:
+            self.log.emit(ev.ProcessStarted(name=rank.name, pid=rank.pid, seconds=time.perf_counter() - began))
+        if self._checkpoint:
+            self.trainer.call("load", self._checkpoint.path)
+        self.sync(self.publish())
+        if not self._checkpoint:
+            self._on_period(None)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back (or forth) to a checkpoint; at a period boundary, in this thread."""
+        self.trainer.call("load", checkpoint.path)
+        self.period, self.version, self.record = checkpoint.period, checkpoint.version, None
+        self.sync(self.publish())
+        self.log.emit(ev.Rewound(period=self.period, version=self.version))
 
     def run_period(self) -> dict[str, float]:
         """One period: B groups from one policy version, then one optimizer step (or num_iterations of them).
@@ -155,7 +172,7 @@ class Engine(threading.Thread):
         metrics = self._metrics(record, report.metrics)
         self.log.emit(ev.PeriodFinished(period=period, version=version, metrics=metrics))
         self.period = period + 1
-        self._on_period(record, self.version)
+        self._on_period(record)
         return metrics
 
     def _arriving_micro_steps(self, record: PeriodRecord) -> Iterator[list[Group]]:

@@ -1,4 +1,4 @@
-"""Keeps what a period produced: completions with per-token numbers, in memory for the session and on disk for replay."""
+"""Keeps what a period produced: completions with per-token numbers, for the session and, on disk, for replay."""
 
 from __future__ import annotations
 

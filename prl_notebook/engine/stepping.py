@@ -144,6 +144,11 @@ class Stepper:
             self._abandon = False
             raise PeriodAbandoned
 
+    def begin(self, where: str) -> None:
+        """The engine is ready at the first period boundary; a goal may have been set already."""
+        if self._goal is None or self._pause:
+            self.stand("period", where)
+
     def arrive(self, boundary: Unit, where: str, groups: int = 0, subject: Any = None) -> None:
         """The engine stands at `boundary`, having passed it once (and `groups` groups); block while paused.
 
@@ -167,7 +172,14 @@ class Stepper:
     def _hit(self, boundary: Unit, subject: Any) -> str | None:
         """Name of the first breakpoint that is true here."""
         for candidate in list(self.breakpoints):
-            if candidate.enabled and candidate.on == boundary and candidate.when(subject):
+            if not candidate.enabled or candidate.on != boundary:
+                continue
+            try:
+                hit = candidate.when(subject)
+            except Exception as error:  # noqa: BLE001 - a mistake in a condition must not end the run
+                candidate.enabled = False
+                return f"{candidate.name} (switched off: its condition raised {error!r})"
+            if hit:
                 candidate.hits += 1
                 return candidate.name
         return None

@@ -76,6 +76,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e
 def verify(engine: Engine, permutations: int, seed: int) -> VerifyReport:
     """Runs in the engine's thread, at a period boundary."""
     prompts = engine.source.batch(engine.period)
+    engine.producer.hold(False)
     engine.roll_out(prompts, engine.requests(prompts))
     budget = engine.config.trainer.tokens_per_microstep
     shared = engine.config.trainer.shared_prompt is not False
@@ -84,6 +85,7 @@ def verify(engine: Engine, permutations: int, seed: int) -> VerifyReport:
         engine.stepper.interrupting()
         if batch := engine.queue.take(PERIODIC, "arrival", budget, shared, POLL_SECONDS):
             arrivals.append(batch)
+    engine.producer.hold(True)
     arrived = [group for batch in arrivals for group in batch]
     in_order = sorted(arrived, key=lambda g: g.group)
     synchronous = micro_steps(in_order, budget, shared)

@@ -1,4 +1,4 @@
-"""Main program of a background process: `python -m prl_notebook.runtime.child FD`.
+"""Main program of a background process: `python -m prl_notebook.runtime FD`.
 
 The parent hands over one end of a socket pair. The first message says which object to make; every further one calls
 a method of it, in order. Between calls the object's `step()` runs while its `has_work` is true, and what it returns
@@ -133,12 +133,3 @@ def _failure(call_id: int, error: Exception) -> Failure:
     traceback.print_exc()
     return Failure(call_id, type(error).__name__, str(error), traceback.format_exc())
 
-
-if __name__ == "__main__":
-    # The classes above must be those of the importable module, not of __main__: messages name their module.
-    from prl_notebook.runtime import child
-
-    child.main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # engines leave threads behind that would keep the interpreter from ending

@@ -85,7 +85,7 @@ class Remote:
         path = os.pathsep.join(p for p in (PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
         with log.open("ab") as sink:
             self._process = subprocess.Popen(
-                [sys.executable, "-u", "-m", "prl_notebook.runtime.child", str(theirs.fileno())],
+                [sys.executable, "-u", "-m", "prl_notebook.runtime", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
