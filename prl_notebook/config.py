@@ -61,11 +61,13 @@ class GRPO:
     beta: float = 0.0
     """Weight of the KL term; 0 loads no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators. As a loss, k1 has zero expected gradient on-policy: a warning says so."""
+    """Schulman's estimators. As a loss without bias correction k1 has zero expected gradient: a warning says so."""
     epsilon: float = 0.2
     """Lower clip range of the ratio."""
     epsilon_high: float | None = None
-    """Upper clip range; None means epsilon. For 'cispo' the cap of the weight is 1 + epsilon_high, as in TRL."""
+    """Upper clip range; None means epsilon. For 'cispo' it is the cap of the weight itself, as in TRL; ScaleRL uses 5."""
+    use_bias_correction_kl: bool = True
+    """Multiply the KL estimate by the importance ratio, so that its gradient is the reverse KL's (TRL's default)."""
     num_iterations: int = 1
     """Optimizer steps per period over the same batch."""
     mask_truncated_completions: bool = False

@@ -79,7 +79,8 @@ class Trainer(Protocol):
     def accumulate(self, groups: list[Group], detail: bool = False) -> MicroStepReport:
         """One micro-step: forward and backward of these groups, adding to the gradient.
 
-        Groups carry advantages. Raises ValueError for a group of another policy version.
+        Groups carry advantages. Raises ValueError for a group of another policy version, or one that already entered
+        this optimizer step.
         """
         ...
 
@@ -87,7 +88,7 @@ class Trainer(Protocol):
         """Normalise the summed gradient, clip, step the optimizer and the learning-rate schedule.
 
         The policy version grows by one when `last` (the period's last of num_iterations updates).
-        Raises RuntimeError when groups are missing or were counted twice.
+        Raises RuntimeError when groups are missing.
         """
         ...
 
