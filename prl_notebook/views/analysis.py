@@ -6,7 +6,6 @@ several groups at once is busy once.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
@@ -54,9 +53,10 @@ def gaps(busy: list[Interval], start: float, end: float) -> list[Interval]:
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
 
 
-def spans_by_lane(period: PeriodState, now: float) -> dict[str, list[Span]]:
-    """The period's spans per lane, groups that are still generating included, in the order lanes are drawn."""
-    lanes: dict[str, list[Span]] = defaultdict(list)
+def spans_by_lane(period: PeriodState, now: float, workers: int) -> dict[str, list[Span]]:
+    """The period's spans per lane, groups that are still generating included; empty lanes too, in the order drawn."""
+    names = [*(f"rollout-{w}" for w in range(workers)), "rewards", "trainer"]
+    lanes: dict[str, list[Span]] = {name: [] for name in names}
     for span in period.spans:
         lanes[span.lane].append(span)
     for g in period.groups:
@@ -65,17 +65,12 @@ def spans_by_lane(period: PeriodState, now: float) -> dict[str, list[Span]]:
             lanes[f"rollout-{g.worker}"].append(
                 Span(f"rollout-{g.worker}", "generate", g.dispatched_t, now, label, g.group)
             )
-    return {lane: lanes[lane] for lane in sorted(lanes, key=_lane_order)}
-
-
-def _lane_order(lane: str) -> tuple[int, int]:
-    name, _, index = lane.partition("-")
-    return ("rollout", "rewards", "trainer").index(name), int(index or 0)
+    return lanes
 
 
 def worker_count(state: RunState) -> int:
     """Rollout workers of the run; at least 1."""
-    return max(1, len(state.workers))
+    return max(state.workers, default=0) + 1
 
 
 def end_of(period: PeriodState, now: float) -> float:
@@ -88,11 +83,11 @@ def costs(period: PeriodState, now: float, workers: int) -> Costs:
     length = end - period.started_t
     if length <= 0:
         return Costs(0.0, 0.0, 0.0, 0.0, None, ())
-    lanes = spans_by_lane(period, now)
+    lanes = spans_by_lane(period, now, workers)
     spans = tuple(span for lane in lanes.values() for span in lane)
     metrics = timing_metrics(replace(period, spans=spans), end, workers)
     busy = {lane: union((s.start, s.end) for s in lane_spans) for lane, lane_spans in lanes.items()}
-    waits = [*_trainer_waits(period, busy.get("trainer", []), end)]
+    waits = [*_trainer_waits(period, busy["trainer"], end)]
     for lane in lanes:
         if lane.startswith("rollout"):
             waits += _worker_waits(period, lane, busy[lane], end)

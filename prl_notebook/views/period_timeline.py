@@ -86,7 +86,7 @@ def _panel(period: PeriodState, now: float, workers: int) -> Panel:
     scale = 100 / max(end - period.started_t, 1e-9)
     lanes = [
         _lane(lane, spans, [w for w in costs.waits if w.lane == lane], period, end, scale)
-        for lane, spans in analysis.spans_by_lane(period, now).items()
+        for lane, spans in analysis.spans_by_lane(period, now, workers).items()
     ]
     waits = [f"{w.lane} waited {seconds(w.seconds)} for {w.reason}" for w in costs.waits[:4]]
     return Panel(

@@ -36,8 +36,8 @@ class CompletionExplorer(Bundled, ipw.VBox):
         chosen = self._group.value
         self._records = {r.group: r for r in records}
         self._group.options = list(self._records)
-        if chosen in self._records:
-            self._group.value = chosen
+        if self._records:
+            self._group.value = chosen if chosen in self._records else next(iter(self._records))
         self._choose_group()
 
     def view(self) -> View:
@@ -45,17 +45,19 @@ class CompletionExplorer(Bundled, ipw.VBox):
         record = self._records.get(self._group.value)
         if record is None:
             return message("No completions are recorded for this period.")
-        if self._completion.value is None:
+        completion, color = self._completion.value, self._color.value
+        if completion is None:
             return group(record)
-        completion = self._completion.value
-        color = self._color.value
         if color != "advantage" and color not in record.completions[completion].numbers:
             return joined([message(f"{color} was not recorded for this completion."), group(record)])
         return joined([tokens(record, completion, color, self._loss_type), group(record)])
 
     def _choose_group(self, _: Any = None) -> None:
         record = self._records.get(self._group.value)
+        chosen = self._completion.value or 0
         self._completion.options = range(len(record.completions)) if record else ()
+        if record and record.completions:
+            self._completion.value = min(chosen, len(record.completions) - 1)
         self._draw()
 
     def _draw(self, _: Any = None) -> None:

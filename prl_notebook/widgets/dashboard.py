@@ -63,8 +63,9 @@ class Dashboard(Bundled, ipw.VBox):
         self.update_seconds: deque[float] = deque(maxlen=1000)
         """kernel time of the newest updates"""
         super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
-        self._draw(session.live.state)
-        threading.Thread(target=self._follow, name="prl-dashboard", daemon=True).start()
+        sequence, state = session.live.newer(-1)
+        self._draw(state)
+        threading.Thread(target=self._follow, args=(sequence,), name="prl-dashboard", daemon=True).start()
 
     def view(self) -> View:
         """The static dashboard: the same panes as one View."""
@@ -75,8 +76,7 @@ class Dashboard(Bundled, ipw.VBox):
         self._ended.set()
         super().close()
 
-    def _follow(self) -> None:
-        seen = -1
+    def _follow(self, seen: int) -> None:
         while not self._ended.is_set():
             sequence, state = self._session.live.newer(seen, LOOK_AGAIN)
             if sequence == seen:
@@ -104,7 +104,7 @@ class Dashboard(Bundled, ipw.VBox):
         row = ipw.HBox(
             [
                 self._button(
-                    "Step", "forward-step", "one unit, then stop", lambda: session.step(unit.value, wait=False)
+                    "Step", "step-forward", "one unit, then stop", lambda: session.step(unit.value, wait=False)
                 ),
                 unit,
                 self._button("Run", "play", "this many periods", lambda: session.run(count.value)),
@@ -147,7 +147,12 @@ class _BreakpointBox(ipw.Checkbox):
     def __init__(self, breakpoint: Any) -> None:
         self.breakpoint = breakpoint
         label = f"break on {breakpoint.on}: {breakpoint.name}"
-        super().__init__(value=breakpoint.enabled, description=label, indent=False, layout=ipw.Layout(width="auto"))
+        super().__init__(
+            value=breakpoint.enabled,
+            description=label,
+            indent=False,
+            layout=ipw.Layout(width="auto", margin="0 16px 0 0"),
+        )
         self.observe(self._switch, "value")
 
     def _switch(self, change: Any) -> None:

@@ -1,0 +1,95 @@
+"""The views as methods of whatever holds a run: a live Session, or a finished run that was loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from prl_notebook import views
+from prl_notebook.attention.layout import Layout, pack
+from prl_notebook.engine.records import GroupRecord
+from prl_notebook.engine.run_state import RunState
+from prl_notebook.views.base import View
+from prl_notebook.views.token_colors import Color
+
+if TYPE_CHECKING:
+    from prl_notebook.widgets import MaskExplorer
+
+
+class RunViews:
+    """Mixin; needs `state`, `parent` and `groups`."""
+
+    parent: RunState | None
+    """state of the run this one was forked from, shown beside it"""
+
+    @property
+    def state(self) -> RunState:
+        raise NotImplementedError
+
+    @property
+    def groups(self) -> Sequence[GroupRecord]:
+        raise NotImplementedError
+
+    def inspect(self, group: int) -> GroupRecord:
+        """All that is known about a group: texts, rewards, advantages, finish reasons, per-token numbers.
+
+        Raises:
+            KeyError: naming the groups there are.
+        """
+        found = {g.group: g for g in self.groups}
+        if group not in found:
+            raise KeyError(f"group {group} has not reached the trainer; groups there: {sorted(found)}")
+        return found[group]
+
+    @property
+    def queue(self) -> View:
+        """Every group of the period on its way from waiting to trained."""
+        return views.queue(self.state)
+
+    def timeline(self, periods: int = 3) -> View:
+        """Who was busy when, in the newest periods."""
+        return views.timeline(self.state, periods)
+
+    def progress(self) -> View:
+        """How far the period is, and the last period's metrics beside those of the one before."""
+        return views.progress(self.state)
+
+    def curves(self) -> View:
+        """Metrics over periods; a fork's beside those of the run it came from."""
+        return views.curves(self.state, self.parent)
+
+    def group(self, group: int) -> View:
+        """The K completions of a group side by side."""
+        return views.group(self.inspect(group))
+
+    def tokens(self, group: int, completion: int = 0, color: Color = "advantage") -> View:
+        """One completion token by token, coloured by 'advantage', 'loss', 'kl', 'ratio', 'entropy', or a log-prob."""
+        loss_type = self.state.config.get("grpo", {}).get("loss_type")
+        return views.tokens(self.inspect(group), completion, color, loss_type)
+
+    def layout(self, group: int) -> Layout:
+        """The packed micro-step in which a group was trained (or, before that, the group alone)."""
+        record = self.inspect(group)
+        together = [r for r in self.groups if record.micro_step is not None and r.micro_step == record.micro_step]
+        period = self.state.current
+        shared = True
+        if period is not None and record.micro_step is not None:
+            shared = next((m.shared_prompt for m in period.micro_steps if m.index == record.micro_step), True)
+        return pack(
+            [(r.group, r.prompt_ids, [c.ids for c in r.completions]) for r in together or [record]], shared=shared
+        )
+
+    def mask(self, group: int) -> MaskExplorer:
+        """The attention mask of the micro-step in which a group was trained, to zoom into and point at."""
+        from prl_notebook.widgets import MaskExplorer  # brings Jupyter, which a script does not need
+
+        layout = self.layout(group)
+        there = set(layout.group_ids)
+        return MaskExplorer(layout, [r for r in self.groups if r.group in there])
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> Any:
+        """The dashboard or player with its static form; only the static form where there are no widgets."""
+        return self._shown()._repr_mimebundle_(**kwargs)
+
+    def _shown(self) -> Any:
+        raise NotImplementedError

@@ -1,0 +1,153 @@
+"""Widgets without a browser: bundles, steering, throttling, clean end."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from synthetic_run import synthetic_events, synthetic_records
+
+from prl_notebook.attention.layout import pack
+from prl_notebook.engine.live import LiveState
+from prl_notebook.widgets import CompletionExplorer, Dashboard, MaskExplorer, ReplayPlayer
+from prl_notebook.widgets.dashboard import UPDATES_PER_SECOND
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+EVENTS = synthetic_events()
+
+
+class Recorded:
+    """A session that only writes down what it is told."""
+
+    parent = None
+
+    def __init__(self):
+        self.live, self.breakpoints, self.calls = LiveState(), [], []
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+@pytest.fixture
+def dashboard():
+    d = Dashboard(Recorded())
+    yield d
+    d.close()
+
+
+def button(dashboard, label):
+    return next(b for b in dashboard.children[0].children[0].children if getattr(b, "description", "") == label)
+
+
+def until(true, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Dashboard(Recorded()),
+        lambda: MaskExplorer(pack([(0, range(5), [range(3), range(2)])], shared=True)),
+        lambda: CompletionExplorer(synthetic_records()),
+        lambda: CompletionExplorer(),
+        lambda: ReplayPlayer(EVENTS, synthetic_records),
+        lambda: ReplayPlayer([]),
+    ],
+    ids=["dashboard", "mask", "completions", "no-completions", "replay", "empty-replay"],
+)
+def test_one_bundle_has_widget_html_and_text(make):
+    widget = make()
+    data, _ = widget._repr_mimebundle_()
+    assert data.keys() >= {WIDGET, "text/html", "text/plain"}
+    assert "prl" in data["text/html"] and "Widget" not in data["text/plain"]
+    widget.close()
+
+
+def test_buttons_only_call_methods_that_return_at_once(dashboard):
+    for label in ("Step", "Run", "Pause", "Resume", "Stop"):
+        button(dashboard, label).click()
+    session = dashboard._session
+    until(lambda: len(session.calls) == 5)
+    assert session.calls[:4] == [
+        ("step", ("period",), {"wait": False}),
+        ("run", (10,), {}),
+        ("pause", (), {}),
+        ("resume", (), {}),
+    ]
+    assert session.calls[4][0] == "close"
+
+
+def test_an_error_of_the_session_is_told_beside_the_buttons(dashboard):
+    def refuse():
+        raise RuntimeError("the session <runs>")
+
+    dashboard._session.pause = refuse
+    dashboard.children[0].children[0].children[0].click()
+    again = Dashboard(dashboard._session)
+    button(again, "Pause").click()
+    assert "the session &lt;runs&gt;" in again._message.value
+    again.close()
+
+
+def test_breakpoints_are_listed_and_switched(dashboard):
+    point = SimpleNamespace(on="group", name="zero variance", enabled=True)
+    dashboard._session.breakpoints.append(point)
+    dashboard._session.live(EVENTS[0])
+    until(lambda: dashboard._breakpoints.children)
+    dashboard._breakpoints.children[0].value = False
+    assert point.enabled is False
+
+
+def test_updates_are_throttled_and_the_latest_state_wins(dashboard):
+    drawn = len(dashboard.update_seconds)
+    start = time.monotonic()
+    for event in EVENTS:
+        dashboard._session.live(event)
+        time.sleep(0.001)
+    until(lambda: "finished in" in dashboard._panes.progress)
+    elapsed = time.monotonic() - start
+    assert len(dashboard.update_seconds) - drawn <= elapsed * UPDATES_PER_SECOND + 2
+    assert "policy version 4" in dashboard._panes.status
+
+
+def test_an_idle_dashboard_does_nothing(dashboard):
+    dashboard._session.live(EVENTS[0])
+    until(lambda: len(dashboard.update_seconds) == 2)
+    drawn = len(dashboard.update_seconds)
+    time.sleep(0.6)
+    assert len(dashboard.update_seconds) == drawn
+
+
+def test_close_ends_the_updater():
+    d = Dashboard(Recorded())
+    follower = next(t for t in threading.enumerate() if t.name == "prl-dashboard" and t._target.__self__ is d)
+    d.close()
+    d._session.live(EVENTS[0])
+    follower.join(5)
+    assert not follower.is_alive()
+
+
+def test_replay_moves_through_time_and_loads_the_completions_of_the_period():
+    asked = []
+    player = ReplayPlayer(EVENTS, lambda period: asked.append(period) or synthetic_records(period))
+    assert player.state.period == 3
+    player._jump.value = player._scrubber.period_ends[1]
+    assert player.state.period == 1 and asked == [3, 1]
+    assert "period 1" in player._panes.status
+    assert "completion 0" in player._completions._panes.detail
+    player._time.value = 0.0
+    assert "No period has started yet" in player._panes.queue
+
+
+def test_completion_explorer_follows_its_menus():
+    explorer = CompletionExplorer(synthetic_records(), "dapo")
+    explorer._group.value, explorer._completion.value, explorer._color.value = 1, 2, "loss"
+    assert "Group 1, completion 2" in explorer._panes.detail and "loss_type=" in explorer._panes.detail
+    del explorer._records[2].completions[2].numbers["kl"]
+    explorer._group.value, explorer._color.value = 2, "kl"
+    assert "kl was not recorded" in explorer._panes.detail
