@@ -110,13 +110,23 @@ def hidden_states(model: PreTrainedModel, layout: Layout, kernel: str | None = N
 def plan(model: PreTrainedModel, layout: Layout, kernel: str | None = None) -> Plan | None:
     """The layout prepared for this model, whose attention is switched over if need be; None: leave it to the model."""
     kernel = kernel or choose(model.device, layout, model.dtype)
-    if model.config._attn_implementation != NAME:
-        if kernel == "causal":
-            return None
-        if reason := check_supported(model.config):
-            raise ValueError(f"shared prompts are not possible: {reason}. Use separate rows (shared_prompt=False)")
-        model.set_attn_implementation(NAME)
+    if kernel == "causal" and model.config._attn_implementation != NAME:
+        return None
+    use_layouts(model)
     return Plan.of(layout, model.device, kernel)
+
+
+def use_layouts(model: PreTrainedModel) -> None:
+    """Switch a model's attention over to layouts; a second call does nothing.
+
+    Raises:
+        ValueError: with the reason why the model's attention does not admit shared prompts.
+    """
+    if model.config._attn_implementation == NAME:
+        return
+    if reason := check_supported(model.config):
+        raise ValueError(f"shared prompts are not possible: {reason}. Use separate rows (shared_prompt=False)")
+    model.set_attn_implementation(NAME)
 
 
 def decode(model: PreTrainedModel, layout: Layout, plan: Plan | None) -> Tensor:

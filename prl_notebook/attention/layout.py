@@ -98,7 +98,7 @@ class Layout:
     def source_T(self) -> np.ndarray:
         """int64 flat index b*S+s of the token whose logits predict each response token."""
         shifted = [
-            np.concatenate(([prompt_last], np.arange(start, start + length - 1)))[:length]
+            np.concatenate(([prompt_last], np.arange(start, start + length - 1)))
             for prompt_last, start, length in self._spans
         ]
         return np.concatenate(shifted).astype(np.int64) if shifted else np.zeros(0, np.int64)
@@ -190,7 +190,7 @@ def pack(groups: Iterable[GroupLike], *, shared: bool, tokens_per_row: int | Non
             which needs no padding.
 
     Raises:
-        ValueError: naming the group that has no prompt, no response, or does not fit into a row.
+        ValueError: naming the group that has no prompt, an empty response, or does not fit into a row.
     """
     return _pack(_pieces(groups), shared, tokens_per_row)
 
@@ -232,6 +232,9 @@ def _pieces(groups: Iterable[GroupLike]) -> list[_Piece]:
             raise ValueError(f"group {group} has an empty prompt: nothing predicts its first response token")
         if not len(responses):
             raise ValueError(f"group {group} has no response")
+        for completion, ids in enumerate(responses):
+            if not len(ids):
+                raise ValueError(f"group {group}, completion {completion} is empty: it has no token to train on")
         pieces.append(_Piece(group, prompt_ids, list(enumerate(responses))))
     return pieces
 

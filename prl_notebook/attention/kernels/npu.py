@@ -76,7 +76,7 @@ def _spans(layout: Layout) -> list[tuple[range, range]]:
         for block in blocks:
             prompt = range(base + block.prompt_start, base + block.prompt_start + block.prompt_len)
             spans.append((prompt, range(0)))
-            spans += [(range(base + r.start, base + r.start + r.length), prompt) for r in block.responses if r.length]
+            spans += [(range(base + r.start, base + r.start + r.length), prompt) for r in block.responses]
         if blocks[-1].end < S:
             spans.append((range(base + blocks[-1].end, base + S), range(0)))
     return spans

@@ -24,7 +24,8 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 def forward(q_CLHD: Tensor, k_CPHD: Tensor, v_CPHD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """o_CLHD, lse_CLH"""
     kernel = _flash if q_CLHD.device.type == "cpu" else plain
-    o_CHLD, lse_CHL = kernel(*(x.transpose(1, 2) for x in (q_CLHD, k_CPHD, v_CPHD)), causal=causal, scale=scale)
+    q_CHLD, k_CHPD, v_CHPD = (x.transpose(1, 2) for x in (q_CLHD, k_CPHD, v_CPHD))
+    o_CHLD, lse_CHL = kernel(q_CHLD, k_CHPD, v_CHPD, causal, scale)
     return o_CHLD.transpose(1, 2), lse_CHL.transpose(1, 2)
 
 
@@ -40,8 +41,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq_CLHD, dk_CPHD, dv_CPHD of this part; o and lse are those of the whole softmax."""
     kernel = _flash_backward if q_CLHD.device.type == "cpu" else plain_backward
-    tensors = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH))
-    dq, dk, dv = kernel(*tensors, causal=causal, scale=scale)
+    do, q, k, v, o, lse = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH))
+    dq, dk, dv = kernel(do, q, k, v, o, lse, causal, scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 

@@ -82,12 +82,20 @@ def prepare(layout: Layout, device: torch.device) -> list[Piece]:
     for row, block in layout.iter_blocks():
         prompt, prompt_end = row * S + block.prompt_start, row * S + block.prompt_start + block.prompt_len
         spans.append((prompt, block.prompt_len))
-        spans += [(row * S + r.start, r.length) for r in block.responses if r.length]
-        if row * S + block.end > prompt_end:
-            queries = Tokens(slice(prompt_end, row * S + block.end), 1)
-            cross.append(Piece(queries, Tokens(slice(prompt, prompt_end), 1), causal=False))
+        spans += [(row * S + r.start, r.length) for r in block.responses]
+        queries = Tokens(slice(prompt_end, row * S + block.end), 1)
+        cross.append(Piece(queries, Tokens(slice(prompt, prompt_end), 1), causal=False))
     self_pieces = [Piece(tokens, tokens, causal=True) for tokens in bucket(spans, device)]
     return self_pieces + cross
+
+
+def prepare_responses(layout: Layout, device: torch.device) -> list[Piece]:
+    """Pieces of one group's responses alone: the queries leave the prompt out, the keys hold it first."""
+    ((_, block),) = layout.iter_blocks()
+    P, spans = block.prompt_len, [(r.start, r.length) for r in block.responses]
+    queries = bucket([(start - P, length) for start, length in spans], device)
+    own = [Piece(q, k, causal=True) for q, k in zip(queries, bucket(spans, device), strict=True)]
+    return [*own, Piece(Tokens(slice(0, block.end - P), 1), Tokens(slice(0, P), 1), causal=False)]
 
 
 def bucket(spans: list[tuple[int, int]], device: torch.device) -> Iterator[Tokens]:
