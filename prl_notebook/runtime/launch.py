@@ -63,7 +63,7 @@ class Launcher:
         else:
             kwargs = {"model_path": self._model_path, "config": config, "index": index}
             if rollout.engine == "vllm":
-                from prl_notebook.rollout.vllm_worker import worker_environment
+                from prl_notebook.rollout.vllm_setup import worker_environment
 
                 variables |= worker_environment(config)
         return self._runtime.start(

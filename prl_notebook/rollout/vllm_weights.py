@@ -1,0 +1,193 @@
+"""Policy versions inside vLLM: a weight-transfer backend for published files, and proof of what arrived.
+
+vLLM's weight-transfer API (vllm.distributed.weight_transfer) has backends for NCCL and CUDA IPC, none for CPU. The one
+registered here as `prl_safetensors` maps a file published by `weights/` into the model, on any device of a host that
+sees the file. Importing this module imports vllm, so only rollout workers and vLLM's own processes do (as
+`worker_extension_cls`).
+
+Left out on purpose: reading back tensor-parallel shards and fused experts. Those are reported as unverified, and what
+stands behind them is the log-prob guard (rollout/guard.py).
+
+Shapes: N output and K input features of a matrix, J of the K that are compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from prl_notebook.engine.types import WeightsRef
+from prl_notebook.rollout.vllm_setup import WEIGHTS_BACKEND
+from prl_notebook.weights import WeightsMismatch, checksum, open_version
+
+SAMPLED_FEATURES = 8
+"""Input features of a packed matrix compared after the first update; an optimizer step changes all of them."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class NoInit(WeightTransferInitInfo):
+    """A file needs no rendezvous."""
+
+
+@dataclass
+class PublishedVersion(WeightTransferUpdateInfo):
+    """A WeightsRef as vLLM's API carries it."""
+
+    version: int
+    path: str
+    checksum: str
+    nbytes: int
+
+
+class SafetensorsTransfer(WeightTransferEngine[NoInit, PublishedVersion]):
+    """start_weight_update, update_weights (one published file), finish_weight_update."""
+
+    init_info_cls = NoInit
+    update_info_cls = PublishedVersion
+    defers_processing = True  # nothing asynchronous here; vLLM would otherwise synchronise an accelerator the CPU lacks
+
+    published: Mapping[str, torch.Tensor]
+    checksum = ""
+    updates = 0
+
+    def init_transfer_engine(self, init_info: NoInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        self.checksum = ""
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: PublishedVersion) -> None:
+        self.published = open_version(WeightsRef(**vars(update_info)))
+        self.model.load_weights(self.published.items())
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for head in tied_heads(self.model).values():
+            # On CPU vLLM packs each matrix for oneDNN when its layer is loaded. A tied lm_head receives no weight of
+            # its own in a reload, so its packed copy would silently stay at the old policy (vLLM 0.32).
+            head.quant_method.process_weights_after_loading(head)
+        sampled = SAMPLED_FEATURES if self.updates else None
+        verify(self.model, self.published, self.parallel_config.tensor_parallel_size, sampled)
+        self.checksum = checksum(self.published)
+        self.published = {}
+        self.updates += 1
+
+    def shutdown(self) -> None:
+        pass
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class: importing it registers the backend, and it answers `policy_checksum`."""
+
+    weight_transfer_engine: SafetensorsTransfer
+
+    def policy_checksum(self) -> str:
+        """Checksum of the policy version that stands in this worker, '' before the first."""
+        return self.weight_transfer_engine.checksum
+
+
+def verify(
+    model: nn.Module,
+    published: Mapping[str, torch.Tensor],
+    tensor_parallel_size: int = 1,
+    sampled_features: int | None = None,
+) -> None:
+    """Compare the published tensors with what the engine computes with, exactly.
+
+    Args:
+        sampled_features: How many input features of matrices packed for a CPU kernel are compared, drawn at random;
+            None: all. Reading all takes K times a forward pass of one token, several seconds at 135M parameters.
+
+    Raises:
+        WeightsMismatch: naming the first tensor that differs, and by how much.
+    """
+    found = standing_weights(model, published, sampled_features) if tensor_parallel_size == 1 else ()
+    unverified = set(published)
+    for name, standing, features_J in found:
+        wanted = published[name] if features_J is None else published[name][:, features_J]
+        if (standing.dtype, standing.shape) != (wanted.dtype, wanted.shape):
+            raise WeightsMismatch(
+                f"{name} is published as {wanted.dtype} {tuple(wanted.shape)}, vLLM holds {standing.dtype} "
+                f"{tuple(standing.shape)}; publish with the dtype of the rollout worker"
+            )
+        if not torch.equal(standing, wanted):  # equal up to the sign of zeros, which a product with one loses
+            difference = (standing.float() - wanted.float()).abs().max().item()
+            raise WeightsMismatch(f"vLLM computes with another {name} than was published: off by {difference:g}")
+        unverified.discard(name)
+    if unverified:
+        log.warning(
+            "%d of %d weights cannot be read back, such as %s", len(unverified), len(published), min(unverified)
+        )
+
+
+def standing_weights(
+    model: nn.Module, published: Mapping[str, torch.Tensor], sampled_features: int | None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """The engine's own weights under their published names: (name, tensor on the CPU, its input features J or None).
+
+    A tied lm_head comes once more under its embedding's name. vLLM fuses projections (q, k and v; gate and up) along
+    the output features, in the order of the model's packed_modules_mapping, and pads the vocabulary; both are undone
+    by taking rows.
+    """
+    modules = dict(model.named_modules())
+    for path, layer in modules.items():
+        for leaf in layer._parameters:
+            names = [f"{part}.{leaf}" for part in published_modules(model, path)]
+            if names[0] not in published:
+                continue
+            tensor, features_J = read_back(layer, leaf, sampled_features)
+            lengths = [len(published[name]) for name in names]
+            for name, rows in zip(names, tensor[: sum(lengths)].split(lengths), strict=True):
+                yield name, rows, features_J
+    for embedding, head in tied_heads(model).items():
+        tensor, features_J = read_back(head, "weight", sampled_features)
+        name = f"{embedding}.weight"
+        yield name, tensor[: len(published[name])], features_J
+
+
+def published_modules(model: nn.Module, path: str) -> list[str]:
+    """Modules of the Hugging Face model whose weights a module of vLLM's holds, in order of their rows."""
+    parent, _, name = path.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(name, [name])
+    return [f"{parent}.{part}" if parent else part for part in parts]
+
+
+def read_back(
+    layer: nn.Module, name: str, sampled_features: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A parameter as the layer computes with it: (tensor on the CPU, None), or [N, J] of it and the features J.
+
+    Matrices packed for a CPU kernel cannot be read, but their product with a unit vector is exactly one column.
+    """
+    parameter = getattr(layer, name).detach()
+    if name != "weight" or not hasattr(layer, "cpu_linear") or type(layer) is VocabParallelEmbedding:
+        return parameter.cpu(), None
+    width = layer.embedding_dim if isinstance(layer, ParallelLMHead) else layer.input_size_per_partition
+    features_J = torch.randperm(width)[:sampled_features]
+    units_JK = torch.zeros(len(features_J), width, dtype=layer.params_dtype)
+    units_JK[torch.arange(len(features_J)), features_J] = 1
+    return layer.cpu_linear(units_JK, parameter, None).t(), features_J
+
+
+def tied_heads(model: nn.Module) -> dict[str, ParallelLMHead]:
+    """Output layers that share their weight with an embedding, by the embedding's name."""
+    embeddings = {id(m.weight): name for name, m in model.named_modules() if type(m) is VocabParallelEmbedding}
+    return {
+        embeddings[id(head.weight)]: head
+        for head in model.modules()
+        if isinstance(head, ParallelLMHead) and id(head.weight) in embeddings
+    }
+
+
+WeightTransferEngineFactory.register_engine(WEIGHTS_BACKEND, SafetensorsTransfer)

@@ -1,0 +1,213 @@
+"""Rollout worker on vLLM's engine, inside our own background process: CPU, CUDA and Ascend by the same class.
+
+Every completion is a request of its own, since vLLM derives the seeds of n > 1 completions from one; what the K share
+of their prompt they share through the prefix cache. Weights arrive through vLLM's weight-transfer API. The process
+needs `vllm_setup.worker_environment` and serves nothing else: vLLM reseeds its random numbers and fixes its threads.
+Left out on purpose: text, stop strings, penalties and everything else the trainer could not reproduce.
+
+UNTESTED: CUDA and Ascend (vllm-ascend's plugin is found by its entry point, devices by ASCEND_RT_VISIBLE_DEVICES).
+They use the same public interface of vLLM as the CPU, but no such machine was at hand.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import psutil
+from transformers import AutoConfig, GenerationConfig
+
+from prl_notebook.config import Config
+from prl_notebook.engine.types import Completion, GroupRequest, Sampling, WeightsRef
+from prl_notebook.rollout.in_flight import GroupInFlight, check_request
+from prl_notebook.rollout.vllm_setup import WEIGHTS_BACKEND, WORKER_EXTENSION, check_torchvision, check_versions
+from prl_notebook.rollout.worker import LoadAck, WorkerEvent
+from prl_notebook.runtime.device import parse_devices
+
+KV_CACHE_SHARE = 0.25
+"""Most of the available memory that a worker's key-value cache may take on CPU; vLLM's own default is nearly all."""
+
+PREFILL_TOKENS = 2048
+"""Prompt tokens computed in one step at most, unless a single prompt is longer; on CPU."""
+
+
+@dataclass
+class _Row:
+    """One completion being sampled."""
+
+    group: GroupInFlight
+    sample: int
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class VllmWorker:
+    """A `RolloutWorker` over vLLM's LLMEngine.
+
+    The model starts with random weights: the policy comes through `load` alone, so nothing stale can be sampled from.
+
+    Args:
+        model_path: Folder or hub name; its generation config says which tokens end a completion.
+        config: `rollout.options` go to vLLM's EngineArgs as they are, over the defaults chosen here.
+        index: Number of this worker.
+
+    Raises:
+        VersionMix: before vLLM is imported, if the installed packages do not fit together.
+    """
+
+    def __init__(self, model_path: str, config: Config, index: int = 0) -> None:
+        kind = parse_devices(config.run.device)[0].kind
+        check_versions(kind)
+        check_torchvision()
+        from vllm import EngineArgs, LLMEngine  # only now, when the packages are known to fit
+
+        self.version: int | None = None
+        """The policy version loaded, None before the first `load`."""
+        self._end_ids = end_ids(model_path)
+        self._rows: dict[str, _Row] = {}
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(model_path, config, kind)))
+        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
+        self._context = self._engine.model_config.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._rows)
+
+    def load(self, ref: WeightsRef) -> LoadAck:
+        """Load a published version, verify it in place, drop the prefix cache and acknowledge.
+
+        Raises:
+            RuntimeError: if groups are still in flight, or the prefix cache cannot be dropped.
+            WeightsMismatch: if vLLM does not compute with the published weights.
+        """
+        start = time.perf_counter()
+        if self._rows:
+            raise RuntimeError(
+                f"load(version {ref.version}): {len(self._rows)} completions are being sampled under version "
+                f"{self.version}; let them finish or abort() first"
+            )
+        self.version = None
+        self._engine.collective_rpc("start_weight_update")
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": asdict(ref)})
+        self._engine.collective_rpc("finish_weight_update")
+        self._engine.set_weight_version(str(ref.version))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError(f"vLLM kept key-value blocks of the policy before version {ref.version}")
+        (checksum,) = set(self._engine.collective_rpc("policy_checksum"))
+        self.version = int(self._engine.get_weight_version())
+        return LoadAck(self.version, checksum, time.perf_counter() - start)
+
+    def submit(self, request: GroupRequest) -> None:
+        """Hand the K completions of a group to vLLM's scheduler.
+
+        Raises:
+            ValueError: if the version is not the one loaded, or vLLM could not sample the group as asked.
+        """
+        check_request(request, self.version, self._context)
+        group = GroupInFlight(request)
+        for sample, seed in enumerate(request.seeds):
+            name = f"{request.period}/{request.group}/{sample}"
+            self._rows[name] = _Row(group, sample)
+            self._engine.add_request(
+                name,
+                {"type": "token", "prompt_token_ids": list(request.prompt_ids)},
+                sampling_params(request.sampling, seed, self._end_ids),
+            )
+
+    def step(self) -> list[WorkerEvent]:
+        """One step of vLLM: prefill what fits of the waiting prompts and sample a token for every running row."""
+        events: list[WorkerEvent] = []
+        for output in self._engine.step():
+            row, (new,) = self._rows[output.request_id], output.outputs
+            row.ids += new.token_ids
+            row.logprobs += new.logprobs.logprobs
+            row.group.tokens += len(new.token_ids)
+            if output.finished:
+                del self._rows[output.request_id]
+                completion = Completion(
+                    np.array(row.ids, np.int32), np.array(row.logprobs, np.float32), new.finish_reason
+                )
+                events += row.group.finish(row.sample, completion)
+        return events
+
+    def abort(self) -> None:
+        """Drop all groups, waiting or in flight; they are not reported."""
+        self._engine.abort_request(list(self._rows))
+        self._rows.clear()
+
+    def close(self) -> None:
+        """Drop all groups, free the engine and end the processes vLLM started for it, if any."""
+        self.abort()
+        self._engine.engine_core.shutdown()
+
+
+def end_ids(model_path: str) -> list[int]:
+    """Every token that ends a completion, by the generation config, or else by the model's config."""
+    try:
+        generation = GenerationConfig.from_pretrained(model_path)
+    except OSError:  # a model need not have one
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(model_path))
+    end = generation.eos_token_id
+    return [] if end is None else [end] if isinstance(end, int) else list(end)
+
+
+def sampling_params(sampling: Sampling, seed: int, end: list[int]) -> Any:
+    """vLLM's SamplingParams for one completion: token by token, with the log-prob of the sampled token alone."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_completion_length,
+        seed=seed,
+        logprobs=0,
+        flat_logprobs=True,
+        ignore_eos=True,  # a tokenizer's EOS may not be one of the model's; stop_token_ids are complete
+        stop_token_ids=end,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def engine_arguments(model_path: str, config: Config, kind: str) -> dict[str, Any]:
+    """EngineArgs that make vLLM an exact sampler, overridden by Rollout.options."""
+    model, grpo, rollout = AutoConfig.from_pretrained(model_path).get_text_config(), config.grpo, config.rollout
+    context = model.max_position_embeddings
+    if grpo.max_prompt_length is not None:
+        context = min(context, grpo.max_prompt_length + grpo.max_completion_length)
+    arguments = {
+        "model": model_path,
+        "dtype": rollout.dtype,
+        "max_model_len": context,
+        "max_num_seqs": rollout.groups_in_flight * grpo.num_generations,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "logprobs_mode": "processed_logprobs",  # after temperature, top-k and top-p
+        "enable_prefix_caching": True,
+        "async_scheduling": False,  # a step returns its own tokens, so abort and load leave nothing behind
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
+        "worker_extension_cls": WORKER_EXTENSION,
+    } | rollout.options
+    if kind == "cpu":
+        head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        token = 2 * model.num_hidden_layers * model.num_key_value_heads * head * _bytes(arguments["dtype"])
+        wanted = token * arguments["max_model_len"] * arguments["max_num_seqs"]
+        room = int(psutil.virtual_memory().available * KV_CACHE_SHARE / rollout.workers)
+        arguments = {
+            "kv_cache_memory_bytes": min(wanted, room),
+            "enforce_eager": True,
+            "block_size": 32,  # the smallest there; whole blocks of a prompt are shared, and vLLM's 128 shares few
+            # A seeded request whose prompt is prefilled in parts fails on CPU (vLLM 0.32: no generator offset there).
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(PREFILL_TOKENS, arguments["max_model_len"]),
+        } | arguments
+    return arguments
+
+
+def _bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
