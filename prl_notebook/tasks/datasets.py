@@ -48,7 +48,7 @@ def load_dataset(source: Any) -> list[Row]:
         raise ValueError(
             f"dataset is a mapping with the keys {splits}; pass one split, e.g. dataset[{next(iter(source))!r}]"
         )
-    if hasattr(source, "to_list"):
+    if hasattr(source, "to_list") and hasattr(source, "__len__"):  # a datasets.Dataset; a streaming one has no length
         return source.to_list()
     if not isinstance(source, (list, tuple)):
         raise ValueError(

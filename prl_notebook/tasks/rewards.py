@@ -56,8 +56,6 @@ class RewardResult:
     """Columns given to log_extra, K values each."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers given to log_metric; the mean where a name was given several times."""
-    failures: list[str] = field(default_factory=list)
-    """Why completions have no reward, where the reward process goes on after a failed call."""
 
 
 def function_names(functions: Sequence[RewardFunction]) -> list[str]:
