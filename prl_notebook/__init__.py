@@ -1,11 +1,13 @@
 """Strictly on-policy GRPO with periodic asynchrony, shown live and stepped like a debugger."""
 
 from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer, Weights
+from prl_notebook.replay import LoadedRun, load_run
 from prl_notebook.session import Session, SessionError, StepResult
 
 __all__ = [
     "GRPO",
     "Config",
+    "LoadedRun",
     "Rewards",
     "Rollout",
     "Run",
@@ -14,4 +16,5 @@ __all__ = [
     "StepResult",
     "Trainer",
     "Weights",
+    "load_run",
 ]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-BENCHMARKS = ("schedule", "engine", "shared-prompt", "trl", "dashboard", "rollout", "trainer")
+BENCHMARKS = ("learning", "schedule", "engine", "shared-prompt", "trl", "dashboard", "rollout", "trainer")
 
 
 class UsageError(Exception):
@@ -53,8 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="train any model folder on any dataset with any reward functions",
-        description="CONFIG is a TOML file: model, dataset, reward_funcs (\"file.py:function\" or "
-        "\"package.module:function\"), periods, and the sections [grpo], [rollout], [trainer], [rewards], [weights], "
+        description='CONFIG is a TOML file: model, dataset, reward_funcs ("file.py:function" or '
+        '"package.module:function"), periods, and the sections [grpo], [rollout], [trainer], [rewards], [weights], '
         "[run] with the fields of the dataclasses in prl_notebook/config.py. Paths are relative to the file.",
     )
     run.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="TOML file")

@@ -51,7 +51,7 @@ class GRPO:
     top_k: int = 0
     """Keep the k likeliest tokens; 0 turns it off."""
     loss_type: LossType = "dapo"
-    """'grpo' (sequence means), 'dapo' (mean over the period's tokens), 'dr_grpo' (constant), 'cispo' (clipped weights)."""
+    """'grpo' (sequence means), 'dapo' (mean over the period's tokens), 'dr_grpo' (constant), 'cispo' (clipped weight)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """'sequence' makes it GSPO."""
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
@@ -65,7 +65,7 @@ class GRPO:
     epsilon: float = 0.2
     """Lower clip range of the ratio."""
     epsilon_high: float | None = None
-    """Upper clip range; None means epsilon. For 'cispo' it is the cap of the weight itself, as in TRL; ScaleRL uses 5."""
+    """Upper clip range; None means epsilon. For 'cispo' it caps the weight itself, as in TRL; ScaleRL uses 5."""
     use_bias_correction_kl: bool = True
     """Multiply the KL estimate by the importance ratio, so that its gradient is the reverse KL's (TRL's default)."""
     num_iterations: int = 1
@@ -118,7 +118,9 @@ class GRPO:
         for name in ("beta", "epsilon", "top_k", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm"):
             _at_least(name, getattr(self, name), 0)
         if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} must be above 0: greedy completions of a group are all equal")
+            raise ValueError(
+                f"temperature={self.temperature} must be above 0: greedy completions of a group are all equal"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]")
 
@@ -269,7 +271,14 @@ class Config:
         Raises:
             ValueError: naming the section and field that is unknown.
         """
-        sections = {"grpo": GRPO, "rollout": Rollout, "trainer": Trainer, "rewards": Rewards, "weights": Weights, "run": Run}
+        sections = {
+            "grpo": GRPO,
+            "rollout": Rollout,
+            "trainer": Trainer,
+            "rewards": Rewards,
+            "weights": Weights,
+            "run": Run,
+        }
         if unknown := set(data) - set(sections):
             raise ValueError(f"unknown section {sorted(unknown)[0]!r}; sections are {', '.join(sections)}")
         return cls(**{name: _section(name, sections[name], values) for name, values in data.items()})

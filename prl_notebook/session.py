@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer, Weights
 from prl_notebook.engine.assembly import Assembly
@@ -32,6 +32,11 @@ from prl_notebook.runtime.local import tail
 from prl_notebook.tasks import resolve_task
 from prl_notebook.tasks.datasets import PromptSource
 from prl_notebook.tasks.reward_process import pickle_functions
+from prl_notebook.views import report_html
+from prl_notebook.views.of_run import RunViews
+
+if TYPE_CHECKING:
+    from prl_notebook.widgets import Dashboard
 
 RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
@@ -104,7 +109,7 @@ class _Resume:
         return owner._from_run_dir if session is None else session._go_on
 
 
-class Session:
+class Session(RunViews):
     """GRPO on a model, a dataset and reward functions.
 
     Args:
@@ -367,22 +372,21 @@ class Session:
 
     @property
     def groups(self) -> list[GroupRecord]:
-        """The groups of the newest period that have been taken up by the trainer, in prompt order."""
+        """The groups of the newest period that the trainer has taken up, in prompt order."""
         record = self._parts.engine.record
-        return [self.inspect(g) for g in sorted(record.groups)] if record else []
+        if record is None:
+            return []
+        results, recorder = self._parts.scorer.results, self._parts.recorder
+        return [recorder.group(record, g, results[g].logs if g in results else {}) for g in sorted(record.groups)]
 
-    def inspect(self, group: int) -> GroupRecord:
-        """All that is known about a group of the newest period: texts, rewards, advantages, per-token numbers.
+    def dashboard(self) -> Dashboard:
+        """Controls, queue, progress, timeline and curves, live. Show it as the last expression of a cell."""
+        from prl_notebook.widgets import Dashboard  # brings Jupyter, which a script does not need
 
-        Raises:
-            KeyError: naming the groups there are.
-        """
-        record = self._parts.engine.record
-        there = sorted(record.groups) if record else []
-        if record is None or group not in record.groups:
-            raise KeyError(f"group {group} has not reached the trainer; groups there: {there}")
-        result = self._parts.scorer.results.get(group)
-        return self._parts.recorder.group(record, group, result.logs if result else {})
+        return Dashboard(self)
+
+    def _shown(self) -> Dashboard:
+        return self.dashboard()
 
     @property
     def pids(self) -> list[int]:
@@ -408,7 +412,9 @@ class Session:
         if self._closed:
             return
         self._closed = True
+        groups = self.groups
         self._finalizer()
+        (self.run_dir / "report.html").write_text(report_html(self.state, groups), encoding="utf-8")
 
     def __enter__(self) -> Session:
         return self

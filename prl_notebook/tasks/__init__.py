@@ -18,6 +18,7 @@ from prl_notebook.config import Config
 from prl_notebook.tasks.datasets import Row, load_dataset
 from prl_notebook.tasks.rewards import RewardFunction, check_functions
 from prl_notebook.tasks.tiny import running_sum_reward, tiny_model_path, tiny_preset, tiny_rows
+from prl_notebook.tasks.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,9 +39,7 @@ class Task:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Loaded when first asked for."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self.model_path)
+        return load_tokenizer(self.model_path)
 
     @property
     def context_length(self) -> int | None:
