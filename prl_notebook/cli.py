@@ -268,3 +268,7 @@ def _doctor(_: argparse.Namespace) -> int:
 
     print(report())
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import asyncio
+import os
+import signal
 import threading
 import time
 
@@ -69,7 +70,7 @@ def test_works_inside_a_running_event_loop(make_session):
 def test_an_interrupt_while_waiting_leaves_the_session_paused_and_usable(make_session):
     session = make_session()
     session.step()
-    threading.Timer(0.5, _thread.interrupt_main).start()
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         session.run(10_000).wait()
     deadline = time.monotonic() + 20
