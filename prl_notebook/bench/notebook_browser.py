@@ -7,6 +7,7 @@ Chromium (PRL_CHROMIUM, else the one on PATH).
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -153,7 +154,7 @@ def _server(root: Path, python_path: Sequence[Path]) -> Iterator[tuple[str, str]
         port = probe.getsockname()[1]
     token, log = secrets.token_hex(16), root / "jupyter.log"
     own = {name: str(root / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR")}
-    _decline_news(Path(own["JUPYTER_CONFIG_DIR"]))
+    _configure(Path(own["JUPYTER_CONFIG_DIR"]))
     path = os.pathsep.join([*map(str, python_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = {
         "ServerApp.ip": "127.0.0.1",
@@ -187,11 +188,14 @@ def _server(root: Path, python_path: Sequence[Path]) -> Iterator[tuple[str, str]
             server.wait()
 
 
-def _decline_news(config: Path) -> None:
-    """JupyterLab asks once whether to fetch news; the question would lie over the page."""
-    settings = config / "lab/user-settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-    settings.parent.mkdir(parents=True)
-    settings.write_text('{"fetchNews": "false"}')
+def _configure(config: Path) -> None:
+    """No question about news over the page, and cells stay in the page when they are scrolled out of sight."""
+    overrides = {
+        "@jupyterlab/apputils-extension:notification": {"fetchNews": "false"},
+        "@jupyterlab/notebook-extension:tracker": {"windowingMode": "none"},
+    }
+    (config / "labconfig").mkdir(parents=True)
+    (config / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(overrides))
 
 
 def _wait_until_up(url: str, server: subprocess.Popen[bytes], log: Path) -> None:

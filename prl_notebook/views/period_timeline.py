@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
-from prl_notebook.engine.run_state import PeriodState, RunState, Span
+from prl_notebook.engine.run_state import DETAILED_PERIODS, PeriodState, RunState, Span
 from prl_notebook.engine.timing import busy, length
 from prl_notebook.views import analysis
 from prl_notebook.views.base import View, percent, plural, render, seconds
@@ -64,20 +65,46 @@ class Panel:
     finished: bool
 
 
+class _ById:
+    """A period as a cache key: states share the PeriodState of a finished period, which never changes again."""
+
+    def __init__(self, period: PeriodState) -> None:
+        self.period = period
+
+    def __hash__(self) -> int:
+        return id(self.period)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and other.period is self.period
+
+
 def timeline(state: RunState, periods: int = 3) -> View:
     """Lanes of the newest `periods` periods (of those kept in detail), the newest first."""
-    panels = [_panel(p, state.t, analysis.worker_count(state)) for p in reversed(state.periods[-periods:])]
+    workers = analysis.worker_count(state)
+    panels = [
+        _drawn(p, state.t, workers) if p.finished_t is None else _finished(_ById(p), workers)
+        for p in reversed(state.periods[-periods:])
+    ]
     if not panels:
         return View(render("empty", title="Timeline", message="No period has started yet."), "Timeline: no period yet")
-    lines = []
-    for panel in panels:
-        c = panel.costs
-        lines.append(
-            f"Timeline, period {panel.period.period}: {seconds(c.seconds)}, rollout idle {percent(c.rollout_idle)}, "
-            f"trainer idle {percent(c.trainer_idle)}, overlap {seconds(c.overlap)}"
-        )
-        lines += [f"  {text}" for text in (panel.verdict, *panel.waits) if text]
-    return View(render("timeline", panels=panels, kinds=KINDS), "\n".join(lines))
+    body = render("timeline", panels=[p.body for p in panels], kinds=KINDS)
+    return View(body, "\n".join(p.text for p in panels))
+
+
+@lru_cache(maxsize=2 * DETAILED_PERIODS)
+def _finished(key: _ById, workers: int) -> View:
+    return _drawn(key.period, 0.0, workers)
+
+
+def _drawn(period: PeriodState, now: float, workers: int) -> View:
+    panel = _panel(period, now, workers)
+    c = panel.costs
+    lines = [
+        f"Timeline, period {period.period}: {seconds(c.seconds)}, rollout idle {percent(c.rollout_idle)}, "
+        f"trainer idle {percent(c.trainer_idle)}, overlap {seconds(c.overlap)}"
+    ]
+    lines += [f"  {text}" for text in (panel.verdict, *panel.waits) if text]
+    return View(render("timeline_panel", p=panel), "\n".join(lines))
 
 
 def _panel(period: PeriodState, now: float, workers: int) -> Panel:

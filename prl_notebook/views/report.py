@@ -14,7 +14,7 @@ from prl_notebook.views.metric_curves import curves
 from prl_notebook.views.period_progress import progress, status
 from prl_notebook.views.period_timeline import timeline
 from prl_notebook.views.rollout_queue import queue
-from prl_notebook.views.token_colors import group, tokens
+from prl_notebook.views.token_colors import Color, group, tokens
 
 MAX_GROUPS = 4
 MAX_LANE_BARS = 3000
@@ -50,9 +50,9 @@ def _tokens(record: GroupRecord, state: RunState) -> list[View]:
     if not record.completions:
         return []
     best = max(range(len(record.completions)), key=lambda k: record.completions[k].advantage)
-    color = "loss" if "loss" in record.completions[best].numbers else "advantage"
+    color: Color = "loss" if "loss" in record.completions[best].numbers else "advantage"
     loss_type = state.config.get("grpo", {}).get("loss_type")
-    return [tokens(record, best, color, loss_type)]  # type: ignore[arg-type] - one of the two literals
+    return [tokens(record, best, color, loss_type)]
 
 
 def _mask(records: Sequence[GroupRecord]) -> list[View]:
@@ -60,15 +60,20 @@ def _mask(records: Sequence[GroupRecord]) -> list[View]:
     if not records:
         return []
     last = max(records, key=lambda r: (r.period, r.micro_step or 0))
-    together = (r for r in records if (r.period, r.micro_step) == (last.period, last.micro_step))
-    chosen, size = [], 0
+    together = (
+        r
+        for r in records
+        if (r.period, r.micro_step) == (last.period, last.micro_step) and any(c.ids for c in r.completions)
+    )
+    chosen: list[GroupRecord] = []
+    size = 0
     for record in islice(together, MAX_GROUPS * 4):
         size += len(record.prompt_ids) + sum(len(c.ids) for c in record.completions)
         if chosen and size > MAX_MASK_TOKENS:
             break
         chosen.append(record)
-    layout = pack([(r.group, r.prompt_ids, [c.ids for c in r.completions]) for r in chosen], shared=True)
-    return [mask(layout)]
+    layout = pack([(r.group, r.prompt_ids, [c.ids for c in r.completions if c.ids]) for r in chosen], shared=True)
+    return [mask(layout)] if chosen else []
 
 
 def _settings(state: RunState) -> list[tuple[str, str]]:

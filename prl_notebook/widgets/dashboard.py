@@ -61,7 +61,7 @@ class Dashboard(Bundled, ipw.VBox):
         self._curves_of: object = None
         self._ended = threading.Event()
         self.update_seconds: deque[float] = deque(maxlen=1000)
-        """kernel time of the newest updates"""
+        """CPU time that the newest updates took from the kernel"""
         super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
         sequence, state = session.live.newer(-1)
         self._draw(state)
@@ -88,14 +88,14 @@ class Dashboard(Bundled, ipw.VBox):
             self._ended.wait(1 / UPDATES_PER_SECOND)
 
     def _draw(self, state: RunState) -> None:
-        started = time.perf_counter()
+        started = time.thread_time()
         shown = run_views(
             state, self._session.parent, self._timeline_periods, curves=self._curves_of is not state.history
         )
         self._curves_of = state.history
         self._panes.show(**shown)
         self._list_breakpoints()
-        self.update_seconds.append(time.perf_counter() - started)
+        self.update_seconds.append(time.thread_time() - started)
 
     def _controls(self) -> ipw.Widget:
         session = self._session

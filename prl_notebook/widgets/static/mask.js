@@ -133,6 +133,7 @@ class Picture {
     [this.q, this.k] = inside ? [q, k] : [undefined, undefined];
     if (inside) {
       const [allowed, why] = attends(this.ix, q, k);
+      this.readout.style.color = "var(--fg)";
       this.readout.textContent = `query: ${describe(this.ix, q)}\nkey: ${describe(this.ix, k)}\n${allowed ? "✓ may attend" : "✗ may not attend"}: ${why}`;
     }
     this.draw();
@@ -163,7 +164,8 @@ class Picture {
       const line = (from, to, colour, alpha) => {
         g.globalAlpha = alpha;
         g.fillStyle = colour;
-        g.fillRect(px(from), py(step > 1 ? at : q), (to - from) * cell, Math.max(1, cell));
+        const top = Math.round(py(step > 1 ? at : q)); // whole pixels, or neighbours overlap in a seam
+        g.fillRect(px(from), top, (to - from) * cell, Math.max(1, Math.round(py(q + 1)) - top));
       };
       const own = r && (r.completion % 2 ? COLOURS.odd : COLOURS.even);
       line(b.start, Math.min(q + 1, b.start + b.prompt), r ? own : b.again ? COLOURS.again : COLOURS.prompt, r ? 0.35 : 0.75);
