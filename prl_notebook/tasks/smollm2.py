@@ -57,13 +57,13 @@ def smollm2_model_path() -> Path:
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "prl-notebook" / "smollm2-135m-instruct"
-    if not (folder / "config.json").is_file():
+    if not folder.is_dir():
         gguf = _gguf_file()
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix="smollm2-", dir=folder.parent))
         try:
             _convert(gguf, partial)
-            if not folder.exists():  # another process may have been faster
+            if not folder.is_dir():  # another process may have been faster
                 partial.rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -86,7 +86,8 @@ def _convert(gguf: Path, out: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # save_pretrained refuses a model that is marked as quantised: move the weights to a fresh one.
-    fields = {k: v for k, v in quantised.config.to_dict().items() if k not in ("quantization_config", "_name_or_path")}
+    fields = quantised.config.to_dict()
+    del fields["quantization_config"]
     model = LlamaForCausalLM(LlamaConfig(**fields)).float()
     model.load_state_dict(quantised.state_dict())
     model.generation_config = GenerationConfig(bos_token_id=1, eos_token_id=END_ID, pad_token_id=END_ID)
