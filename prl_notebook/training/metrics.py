@@ -20,7 +20,7 @@ Numbers = dict[str, float]
 
 @dataclass
 class UpdateMetrics:
-    """Running totals of one optimizer step."""
+    """Running totals of one optimizer step, or of a part of it."""
 
     sequence_level: bool
     """clip ratios count completions instead of tokens (importance_sampling_level='sequence')"""
@@ -34,12 +34,12 @@ class UpdateMetrics:
     highs: Numbers = field(default_factory=dict)
 
     def add(self, x: LossInputs, result: TokenLoss, entropy_T: torch.Tensor, loss_sum: float) -> Numbers:
-        """Count one pass in; returns what a live display shows (ratio_max, kl_mean, entropy_mean, mismatch_max)."""
+        """Count one pass in; returns what a live display shows of all passes so far (see `display`)."""
         self.loss_sum += loss_sum
         self._add_clipping(x, result)
         tokens = int(x.mask_T.sum().item())
         if not tokens:
-            return {}
+            return self.display()
         self.tokens += tokens
 
         def kept(x_T: torch.Tensor) -> torch.Tensor:
@@ -51,15 +51,22 @@ class UpdateMetrics:
         if result.kl_T is not None:
             sums["kl"] = kept(result.kl_T).sum()
         highs = {"mismatch": mismatch.max(), "sampler_ratio": sampler.max(), "ratio": kept(result.ratio_T).max()}
-        total, high, low = _numbers(sums), _numbers(highs), _numbers({"sampler_ratio": sampler.min()})
-        self._merge(total, low, high)
+        self._merge(_numbers(sums), _numbers({"sampler_ratio": sampler.min()}), _numbers(highs))
+        return self.display()
 
-        shown = {"ratio_max": high["ratio"], "entropy_mean": total["entropy"] / tokens}
-        shown["mismatch_max"] = high["mismatch"]
-        return shown | ({"kl_mean": total["kl"] / tokens} if "kl" in total else {})
+    def display(self) -> Numbers:
+        """ratio_max, entropy_mean, mismatch_max and, with a KL term, kl_mean; empty before the first counted token."""
+        if not self.tokens:
+            return {}
+        shown = {
+            "ratio_max": self.highs["ratio"],
+            "entropy_mean": self.sums["entropy"] / self.tokens,
+            "mismatch_max": self.highs["mismatch"],
+        }
+        return shown | ({"kl_mean": self.sums["kl"] / self.tokens} if "kl" in self.sums else {})
 
     def merge(self, other: UpdateMetrics) -> None:
-        """Add the totals of another data-parallel replica."""
+        """Add the totals of another micro-step or data-parallel replica."""
         self.tokens += other.tokens
         self.loss_sum += other.loss_sum
         self._merge(other.sums, other.lows, other.highs)

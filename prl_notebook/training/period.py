@@ -29,7 +29,11 @@ class Period:
     metrics: UpdateMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        self._start_update()
+        self.metrics = self.new_totals()
+
+    def new_totals(self) -> UpdateMetrics:
+        """Empty totals of the kind that this loss needs."""
+        return UpdateMetrics(self.grpo.importance_sampling_level == "sequence", self.grpo.loss_type == "cispo")
 
     def check(self, groups: Sequence[Group]) -> None:
         """Refuse what must not enter the gradient; called before anything is computed.
@@ -80,9 +84,5 @@ class Period:
         totals = self.metrics
         self.updates += 1
         self.trained = set()
-        self._start_update()
+        self.metrics = self.new_totals()
         return totals
-
-    def _start_update(self) -> None:
-        grpo = self.grpo
-        self.metrics = UpdateMetrics(grpo.importance_sampling_level == "sequence", grpo.loss_type == "cispo")

@@ -23,7 +23,8 @@ def loss_inputs(layout: Layout, groups: Mapping[int, Group], logprobs: TriLogpro
     completions = [groups[group].completions[completion] for group, completion in layout.sequences]
     counted_S = np.array([_counts(c, grpo) for c in completions], dtype=bool)
     kl_S = np.array([_has_kl(groups[group], grpo) for group, _ in layout.sequences], dtype=bool)
-    advantage_S = np.array([groups[group].advantages_K[completion] for group, completion in layout.sequences])
+    advantages = {number: np.asarray(group.advantages_K) for number, group in groups.items()}
+    advantage_S = np.array([advantages[group][completion] for group, completion in layout.sequences])
     sampler_T = np.concatenate([c.logprobs_R for c in completions])
 
     policy_T = logprobs.policy_T

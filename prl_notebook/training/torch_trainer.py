@@ -11,7 +11,7 @@ Shapes: T response tokens of one forward pass, S completions of it.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from prl_notebook.training.optimizer import Optimizer
 from prl_notebook.training.period import Period
 from prl_notebook.training.tokens import loss_inputs, token_details
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail, Trainer, UpdateReport
-from prl_notebook.training.tri_model import TriModel, load_model
+from prl_notebook.training.tri_model import TriLogprobs, TriModel, TriPrefix, load_model
 from prl_notebook.weights import checksum, load_weights, named_weights, publish
 
 
@@ -82,26 +82,31 @@ class TorchTrainer(Trainer):
         period = self._current()
         period.check(groups)
         by_number = {group.group: group for group in groups}
-        before = period.metrics.loss_sum
-        stats: dict[str, float] = {}
-        details: list[TokenDetail] = []
         shared = self._shares(groups)
-        layouts = split(groups, self.config.trainer.tokens_per_microstep, shared=shared)
-        for layout in layouts:
-            shown, found = self._forward_backward(layout, by_number, detail)
-            stats |= {name: max(value, stats.get(name, value)) for name, value in shown.items()}
-            details += found
+        totals = period.new_totals()
+        details: list[TokenDetail] = []
+        with self.models.precision():
+            for layout, logprobs in self._passes(groups, shared):
+                x = loss_inputs(layout, by_number, logprobs, self.grpo)
+                result = token_losses(x, self.grpo)
+                share_T = result.loss_T * sequence_weights(self.grpo, x.tokens_S)[x.sequence_T] * x.mask_T
+                share_T.sum().backward()
+                self.optimizer.collect()
+                totals.add(x, result, logprobs.entropy_T, share_T.detach().double().sum().item())
+                if detail:
+                    details += token_details(layout, x, result, logprobs.entropy_T, share_T)
+        period.metrics.merge(totals)
         period.trained.update(by_number)
         if period.updates == 0:
             self.num_tokens += sum(group.tokens(shared_prompt=False) for group in groups)
         return MicroStepReport(
             groups=list(by_number),
-            tokens=sum(layout.tokens for layout in layouts),
+            tokens=sum(group.tokens(shared) for group in groups),
             completion_tokens=sum(sum(group.lengths) for group in groups),
             seconds=time.perf_counter() - started,
-            loss_sum=period.metrics.loss_sum - before,
+            loss_sum=totals.loss_sum,
             shared_prompt=shared,
-            stats=stats,
+            stats=totals.display(),
             detail=sorted(details, key=lambda d: (d.group, d.completion)),
         )
 
@@ -198,22 +203,23 @@ class TorchTrainer(Trainer):
         divisor = denominator(self.grpo, len(groups), totals.tokens)
         return {name: total / divisor for name, total in sums.items() if total is not None}
 
-    def _forward_backward(
-        self, layout: Layout, groups: dict[int, Group], detail: bool
-    ) -> tuple[dict[str, float], list[TokenDetail]]:
-        """One pass: adds to the gradient and the metrics; returns numbers to show and, if asked, per-token detail."""
-        period = self._current()
-        old_is_policy = period.updates == 0 and self.config.trainer.old_policy == "auto"
-        logprobs = self.models.logprobs(layout, old_is_policy)
-        x = loss_inputs(layout, groups, logprobs, self.grpo)
-        result = token_losses(x, self.grpo)
-        weight_T = sequence_weights(self.grpo, x.tokens_S)[x.sequence_T] * x.mask_T
-        share_T = result.loss_T * weight_T
-        loss = share_T.sum()
-        loss.backward()
-        self.optimizer.collect()
-        shown = period.metrics.add(x, result, logprobs.entropy_T, share_T.detach().double().sum().item())
-        return shown, token_details(layout, x, result, logprobs.entropy_T, share_T) if detail else []
+    def _passes(self, groups: list[Group], shared: bool) -> Iterator[tuple[Layout, TriLogprobs]]:
+        """Forward passes within the token budget; the caller runs each one's backward pass before it asks for the next.
+
+        A group above the budget goes through in parts; if its prompt is shared, it is computed once for all of them.
+        """
+        budget = self.config.trainer.tokens_per_microstep
+        old_is_policy = self._current().updates == 0 and self.config.trainer.old_policy == "auto"
+        oversized = [group for group in groups if shared and group.tokens(shared) > budget]
+        whole = [group for group in groups if not shared or group.tokens(shared) <= budget]
+        for layout in split(whole, budget, shared=shared):
+            yield layout, self.models.logprobs(layout, old_is_policy)
+        for group in oversized:
+            prefix = TriPrefix(self.models, group.prompt_ids, old_is_policy)
+            for layout in split([group], budget, shared=True):
+                yield layout, prefix.logprobs(layout)
+            prefix.backward()
+            self.optimizer.collect()
 
     def _shares(self, groups: list[Group]) -> bool:
         """Whether the prompts of this micro-step are computed once per group."""

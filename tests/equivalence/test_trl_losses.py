@@ -25,15 +25,25 @@ LOSSES = {
     "dr_grpo": {"loss_type": "dr_grpo"},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.02},
-    "dapo-clip-higher": {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28},
 }
 KL = {"no-kl": {"beta": 0.0}, "kl": {"beta": 0.3}, "kl-uncorrected": {"beta": 0.3, "use_bias_correction_kl": False}}
+
+
+CASES = {f"{loss}-{kl}": LOSSES[loss] | KL[kl] for loss in LOSSES for kl in ("no-kl", "kl")}
+CASES["dapo-kl-uncorrected"] = LOSSES["dapo"] | KL["kl-uncorrected"]
+CASES["dapo-clip-higher-no-kl"] = {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.28}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return save_tiny_qwen3(root / "policy", 0), save_tiny_qwen3(root / "reference", 1)
+
+
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request, folders, tmp_path_factory):
+    """(fields of GRPO, TRL's trainer for them)"""
+    return request.param, build_trl(folders, tmp_path_factory.mktemp("trl"), make_config(**request.param).grpo)
 
 
 def build_trl(folders, tmp_path, grpo: GRPO) -> GRPOTrainer:
@@ -113,13 +123,12 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kl", KL)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_period_gradient_equals_trl(folders, tmp_path, loss, kl):
+def test_period_gradient_equals_trl(folders, case):
     """The whole trainer, on-policy: loss, gradient and metrics of one period, truncated completions masked."""
-    config = make_config({"dtype": "float64"}, mask_truncated_completions=True, **LOSSES[loss], **KL[kl])
+    fields, trl = case
+    config = make_config({"dtype": "float64"}, mask_truncated_completions=True, **fields)
     groups = make_groups(config.grpo)
-    trl = build_trl(folders, tmp_path, config.grpo)
+    trl._metrics["eval"].clear()
     inputs = padded_inputs(groups, config.grpo)
     if config.grpo.beta:
         with torch.no_grad():
@@ -145,12 +154,11 @@ def test_period_gradient_equals_trl(folders, tmp_path, loss, kl):
             assert metrics[name] == pytest.approx(logged[name][0], rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("kl", KL)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_off_policy_loss_equals_trl(folders, tmp_path, loss, kl):
+def test_off_policy_loss_equals_trl(case, monkeypatch):
     """An old policy far from the policy, so that clipping works; gradient with respect to the log-probs."""
-    grpo = make_config(**LOSSES[loss], **KL[kl]).grpo
-    trl = build_trl(folders, tmp_path, grpo)
+    fields, trl = case
+    grpo = make_config(**fields).grpo
+    trl._metrics["eval"].clear()
     inputs = padded_inputs(make_groups(grpo), grpo)
     with torch.no_grad():
         policy = trl_logprobs(trl, trl.model, inputs).double()
@@ -161,7 +169,7 @@ def test_off_policy_loss_equals_trl(folders, tmp_path, loss, kl):
 
     leaf = policy.clone().requires_grad_()
     entropy = torch.zeros_like(policy)
-    trl._get_per_token_logps_and_entropies = lambda *args, **kwargs: (leaf, entropy, None)
+    monkeypatch.setattr(trl, "_get_per_token_logps_and_entropies", lambda *args, **kwargs: (leaf, entropy, None))
     expected = trl.compute_loss(trl.model, inputs)
     (expected_gradient,) = torch.autograd.grad(expected, leaf)
 
