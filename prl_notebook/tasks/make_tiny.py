@@ -1,11 +1,12 @@
 """Build the bundled model: `python -m prl_notebook.tasks.make_tiny OUT [--seed N] [--steps N]`.
 
 A Qwen3 model of 0.8M parameters with a character tokenizer is trained first on clean worked answers of the bundled
-task, then on sloppy ones, so that it knows how to think but seldom does: sampled at temperature 1 it earns about 0.3.
+task, then on sloppy ones, so that it knows how to think but seldom does: sampled at temperature 1 it earns about 0.25.
 
-One thread and a fixed number of steps make the result the same bits on every run; the last line printed is the
-SHA-256 of the weights. Other torch builds and CPU families may round differently: checked was only that runs on one
-machine with torch 2.13 (CPU build) agree.
+About 17 minutes on one core. One thread and a fixed number of steps make the result the same bits on every run; the
+last line printed is the SHA-256 of the weights. Another torch build, transformers version or CPU family may round or
+initialise differently: a shortened form was checked to repeat its bits on one machine with torch 2.13 (CPU build).
+The bundled weights were made with the defaults, torch 2.13.0 (CPU build) and transformers 5.19.0.
 
 Tensor shapes: B = examples of a batch, L = padded length, V = vocabulary.
 """

@@ -79,7 +79,7 @@ def test_model_folder_is_small_plain_float32_and_untied():
 def test_model_earns_something_but_leaves_room_to_learn():
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path())
     torch.manual_seed(0)
-    assert 0.2 <= sampled_reward(model, AutoTokenizer.from_pretrained(tiny_model_path())) <= 0.45
+    assert 0.15 <= sampled_reward(model, AutoTokenizer.from_pretrained(tiny_model_path())) <= 0.45
 
 
 def test_warm_start_data_turns_from_clean_to_sloppy():
