@@ -199,6 +199,8 @@ class Rewards:
     on_error: Literal["raise", "invalid"] = "raise"
     """An exception or a time-out ends the run ('raise'), or makes the group's completions invalid: no reward, no
     gradient, counted in the metric rewards/invalid ('invalid')."""
+    skip_special_tokens: bool = True
+    """Leave special tokens (EOS, ...) out of the completions' text, as TRL does; completion_ids always has them."""
 
     def __post_init__(self) -> None:
         _choice("Rewards.on_error", self.on_error, ("raise", "invalid"))

@@ -32,6 +32,7 @@ from prl_notebook.runtime.local import tail
 from prl_notebook.tasks import resolve_task
 from prl_notebook.tasks.datasets import PromptSource
 from prl_notebook.tasks.reward_process import pickle_functions
+from prl_notebook.tasks.rewards import check_functions
 from prl_notebook.views import report_html
 from prl_notebook.views.of_run import RunViews
 
@@ -197,6 +198,7 @@ class Session(RunViews):
     ) -> None:
         task = resolve_task(model, dataset, reward_funcs)
         self.config = config = configure(task.preset, sections, settings)
+        check_functions(task.reward_funcs, config.grpo.reward_weights)
         plan = plan_devices(config.run.device, config.rollout, config.trainer)
         source = PromptSource(task.rows, task.tokenizer, config.grpo, task.context_length)
         functions = pickle_functions(task.reward_funcs)

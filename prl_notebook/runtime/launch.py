@@ -104,5 +104,6 @@ class Launcher:
                 "functions_pickled": functions_pickled,
                 "weights": self._config.grpo.reward_weights,
                 "tokenizer_path": self._model_path,
+                "skip_special_tokens": self._config.rewards.skip_special_tokens,
             },
         )
