@@ -26,7 +26,6 @@ NAME = "prl_notebook"
 CHUNK = 2048
 """Response tokens whose logits exist at once."""
 
-_REFUSED_LAYERS = ("sliding_attention", "chunked_attention", "linear_attention", "conv", "mamba", "hybrid", "recurrent")
 _REFUSED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
@@ -67,16 +66,16 @@ def check_supported(config: Any) -> str | None:
     """
     config = config.get_text_config()
     model_type = config.model_type
-    for kind in sorted(set(getattr(config, "layer_types", None) or ())):
-        if any(word in kind for word in _REFUSED_LAYERS):
-            return f"{model_type} has {kind} layers, which see a packed response other than a single row"
-    windowed = getattr(config, "use_sliding_window", True) and not getattr(config, "layer_types", None)
+    layer_types = getattr(config, "layer_types", None) or ()
+    if other := sorted(set(layer_types) - {"full_attention"}):
+        return f"{model_type} has {other[0]} layers, which see a packed response other than a single row"
+    windowed = getattr(config, "use_sliding_window", True) and not layer_types
     if windowed and getattr(config, "sliding_window", None):
         return f"{model_type} has a sliding window of {config.sliding_window} tokens, counted in packed tokens"
     if getattr(config, "attn_logit_softcapping", None):
         return f"{model_type} caps attention scores (attn_logit_softcapping), which the kernels lack"
-    if not getattr(config, "num_attention_heads", None) or "mamba" in model_type or "rwkv" in model_type:
-        return f"{model_type} is not a plain attention model"
+    if not getattr(config, "num_attention_heads", None):
+        return f"{model_type} is not an attention model"
     return None
 
 
@@ -124,7 +123,10 @@ def use_layouts(model: PreTrainedModel) -> None:
     """
     if model.config._attn_implementation == NAME:
         return
-    if reason := check_supported(model.config):
+    reason = check_supported(model.config)
+    if reason is None and not model._supports_attention_backend:
+        reason = f"{type(model).__name__} does not use transformers' attention interface"
+    if reason is not None:
         raise ValueError(f"shared prompts are not possible: {reason}. Use separate rows (shared_prompt=False)")
     model.set_attn_implementation(NAME)
 

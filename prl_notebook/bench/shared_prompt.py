@@ -1,0 +1,110 @@
+"""`prl bench shared-prompt`: one group's forward and backward with separate rows and with its prompt computed once.
+
+One thread, one model (Qwen3-shaped, 3.3 million parameters), float32. Separate rows go through transformers' own
+scaled-dot-product attention, unpadded, with logits at response positions only, so the ratio shows the shared prompt
+and nothing else. Runs of both sides alternate and the fastest of each counts. Peak memory is what a forked child's
+resident set grows by in one forward and backward. Optimizer and data are left out.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from prl_notebook.attention.costs import ModelDims, flop_ratio
+from prl_notebook.attention.hf import logprobs
+from prl_notebook.attention.layout import Layout, pack
+
+POINTS = ((64, 64, 8), (256, 64, 8), (512, 64, 8), (1024, 64, 8), (1024, 64, 16), (2048, 32, 16), (256, 512, 8))
+"""(prompt tokens P, completion tokens R, completions K)"""
+RUNS_AT_LEAST, SECONDS_PER_POINT = 2, 3.0
+
+
+def shared_prompt(points: Sequence[tuple[int, int, int]] = POINTS, threads: int = 1) -> dict[str, Any]:
+    """Measure every point.
+
+    Returns:
+        {"points": [{P, R, K, ratio, flop_ratio, peak_bytes_separate, peak_bytes_shared}]}; ratio is time of separate
+        rows over time with the shared prompt, flop_ratio the same of the operations needed.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        # All memory first: a child inherits what its parent's allocator holds on to.
+        groups = [_group(*point) for point in points]
+        peaks = [[_in_child(_peak_bytes, group, shared) for shared in (False, True)] for group in groups]
+        return {
+            "points": [
+                {"P": P, "R": R, "K": K, **_times(group), "peak_bytes_separate": peak[0], "peak_bytes_shared": peak[1]}
+                for (P, R, K), group, peak in zip(points, groups, peaks, strict=True)
+            ]
+        }
+    finally:
+        torch.set_num_threads(before)
+
+
+def _model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        intermediate_size=768,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM._from_config(config, attn_implementation="sdpa").float().train()
+
+
+def _group(P: int, R: int, K: int) -> tuple[int, list[int], list[list[int]]]:
+    ids = np.random.default_rng(0).integers(0, 512, P + K * R).tolist()
+    return 0, ids[:P], [ids[P + k * R : P + (k + 1) * R] for k in range(K)]
+
+
+def _micro_step(model: PreTrainedModel, layout: Layout) -> None:
+    model.zero_grad(set_to_none=True)
+    logprob_T, _ = logprobs(model, layout)
+    logprob_T.sum().backward()
+
+
+def _times(group: tuple) -> dict[str, float]:
+    separate_model, shared_model = _model(), _model()
+    sides = [(separate_model, pack([group], shared=False)), (shared_model, pack([group], shared=True))]
+    for side in sides:
+        _micro_step(*side)
+    best, runs, started = [float("inf")] * 2, 0, time.process_time()
+    while runs < RUNS_AT_LEAST or time.process_time() - started < SECONDS_PER_POINT:
+        for number, side in enumerate(sides):
+            start = time.process_time()
+            _micro_step(*side)
+            best[number] = min(best[number], time.process_time() - start)
+        runs += 1
+    return {"ratio": best[0] / best[1], "flop_ratio": flop_ratio([group], ModelDims.from_model(shared_model))}
+
+
+def _peak_bytes(group: tuple, shared: bool) -> int:
+    model, layout = _model(), pack([group], shared=shared)
+    before = _resident_peak()
+    _micro_step(model, layout)
+    return _resident_peak() - before
+
+
+def _resident_peak() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _in_child(measure: Callable[..., int], *arguments: Any) -> int:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(measure, arguments)
