@@ -1,6 +1,8 @@
 """Reward functions of every kind TRL users bring, called for one group."""
 
 import functools
+import subprocess
+import sys
 
 import cloudpickle
 import numpy as np
@@ -102,7 +104,7 @@ def defined_in_a_cell():
         (defined_in_a_cell(), "reward"),
     ],
 )
-def test_every_kind_of_callable_works_here_and_in_another_process(function, name):
+def test_every_kind_of_callable_works_before_and_after_pickling(function, name):
     here = score(function)
     assert {name: values.tolist() for name, values in here.by_function.items()} == {name: [1.0, 2.0, 3.0]}
     assert here.rewards_K.dtype == np.float64
@@ -111,6 +113,15 @@ def test_every_kind_of_callable_works_here_and_in_another_process(function, name
     there = role.score(make_group(), prompt(), 5)
     role.close()
     np.testing.assert_array_equal(there.rewards_K, here.rewards_K)
+
+
+def test_a_function_of_a_notebook_cell_runs_in_another_process():
+    code = "import sys, cloudpickle; from prl_notebook.tasks.reward_process import RewardRole; "
+    code += "init, args = cloudpickle.load(sys.stdin.buffer); print(*RewardRole(*init).score(*args).rewards_K)"
+    init = (pickle_functions([defined_in_a_cell()]), (2.0,), str(tiny_model_path()))
+    sent = cloudpickle.dumps((init, (make_group(), prompt(), 5)))
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert done.stdout.split() == [b"2.0", b"4.0", b"6.0"]
 
 
 def test_names_are_unique():
