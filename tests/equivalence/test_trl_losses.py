@@ -146,6 +146,7 @@ def test_period_gradient_equals_trl(folders, case):
     expected_flat = torch.cat([expected[name].flatten() for name, _ in ours.models.policy.named_parameters()])
     assert (flat - expected_flat).norm() <= 1e-6 * expected_flat.norm()
     metrics = ours.finish_update().metrics
+    assert metrics["grad_norm"] == pytest.approx(expected_flat.norm().item(), rel=1e-6)
     assert metrics["loss"] == pytest.approx(expected_loss.item(), rel=1e-6, abs=1e-9)
     logged = trl._metrics["eval"]
     for name in ("entropy", "kl", "cispo_clip_ratio", "clip_ratio/region_mean"):

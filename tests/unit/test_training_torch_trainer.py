@@ -256,7 +256,9 @@ def test_gradient_is_clipped_after_the_normaliser(folder):
     for limit in (0.0, 1e-3):
         trainer = TorchTrainer(folder, make_config(max_grad_norm=limit, adam_epsilon=1e3, learning_rate=1.0))
         before = parameters(trainer)
+        normalised = trainer.gradient([make_groups(trainer.grpo)], yardstick=True)["norm"]
         (metrics,) = train(trainer, range(1))
+        assert metrics["grad_norm"] == pytest.approx(normalised, rel=1e-5)
         moved[limit] = (parameters(trainer) - before).norm().item(), metrics["grad_norm"]
     assert moved[0.0][1] == moved[1e-3][1] > 1e-3
     assert moved[1e-3][0] / moved[0.0][0] == pytest.approx(1e-3 / moved[0.0][1], rel=0.05)
