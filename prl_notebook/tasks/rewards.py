@@ -24,6 +24,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from prl_notebook.engine.types import Group, Prompt
+from prl_notebook.tasks.tokenizer import load_tokenizer
 
 RewardFunction = Callable[..., Any]
 Decode = Callable[[list[list[int]]], list[str]]
@@ -130,10 +131,7 @@ def load_decode(model_path: str | Path, skip_special_tokens: bool = True) -> Dec
     file = Path(model_path) / "tokenizer.json"
     if file.is_file():
         return functools.partial(Tokenizer.from_file(str(file)).decode_batch, skip_special_tokens=skip_special_tokens)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    return functools.partial(tokenizer.batch_decode, skip_special_tokens=skip_special_tokens)
+    return functools.partial(load_tokenizer(model_path).batch_decode, skip_special_tokens=skip_special_tokens)
 
 
 class RewardSet:
