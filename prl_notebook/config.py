@@ -35,7 +35,7 @@ def _at_least(name: str, value: float, low: float) -> None:
 
 @dataclass(frozen=True)
 class GRPO:
-    """The algorithm. Defaults are TRL's (GRPOConfig) except `prompts_per_period`."""
+    """The algorithm. Defaults are TRL's (GRPOConfig) except `prompts_per_period` and `lr_scheduler_type`."""
 
     prompts_per_period: int = 16
     """B: prompts per period (one optimizer step with num_iterations=1)."""
@@ -77,8 +77,9 @@ class GRPO:
     reward_weights: tuple[float, ...] | None = None
     """One weight per reward function; None: all 1."""
     learning_rate: float = 1e-6
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"
-    """After warm-up; 'linear' and 'cosine' decay to 0 over `total_periods`."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up; 'linear' and 'cosine' decay to 0 over `total_periods`. TRL's default is 'linear'; it needs to know
+    the end of the run, which a session that is stepped by hand does not have."""
     warmup_steps: int = 0
     """Optimizer steps of linear warm-up."""
     total_periods: int | None = None
@@ -117,6 +118,11 @@ class GRPO:
             _at_least(name, getattr(self, name), 1)
         for name in ("beta", "epsilon", "top_k", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm"):
             _at_least(name, getattr(self, name), 0)
+        if self.lr_scheduler_type != "constant" and self.total_periods is None:
+            raise ValueError(
+                f"lr_scheduler_type={self.lr_scheduler_type!r} decays over total_periods, which is not set; set it or use "
+                "'constant'"
+            )
         if self.temperature <= 0:
             raise ValueError(
                 f"temperature={self.temperature} must be above 0: greedy completions of a group are all equal"

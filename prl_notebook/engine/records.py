@@ -56,6 +56,14 @@ class GroupRecord:
     completions: list[CompletionRecord]
 
 
+RESERVED = (
+    *("step", "prompt", "completion", "advantage", "total_reward", "group", "sample", "version", "worker"),
+    *("micro_step", "finish_reason", "prompt_ids", "prompt_tokens", "completion_ids", "completion_tokens", "mask"),
+    *(f"token_{name}" for name in NUMBERS),
+)
+"""Columns of the table itself; a reward function or extra column of such a name gets an underscore behind it."""
+
+
 def completions_path(run_dir: Path, period: int) -> Path:
     """Where the completions of a period lie; TRL's naming, counted from 0 as periods are."""
     return run_dir / "completions" / f"completions_{period:05d}.parquet"
@@ -70,10 +78,10 @@ def write_groups(path: Path, groups: list[GroupRecord]) -> None:
                 "step": group.period,
                 "prompt": group.prompt,
                 "completion": c.text,
-                **c.by_function,
-                **c.extras,
+                **{_column(name): value for name, value in c.by_function.items()},
+                **{_column(name): value for name, value in c.extras.items()},
                 "advantage": c.advantage,
-                "reward": c.reward,
+                "total_reward": c.reward,
                 "group": group.group,
                 "sample": k,
                 "version": group.version,
@@ -125,12 +133,16 @@ def read_groups(path: Path) -> list[GroupRecord]:
                 row["completion_ids"],
                 row["completion_tokens"],
                 row["finish_reason"],
-                row["reward"],
-                {name: row[name] for name in names["reward_functions"]},
+                row["total_reward"],
+                {name: row[_column(name)] for name in names["reward_functions"]},
                 row["advantage"],
-                {name: row[name] for name in names["extras"]},
+                {name: row[_column(name)] for name in names["extras"]},
                 {n: np.asarray(row[f"token_{n}"], np.float32) for n in NUMBERS if row.get(f"token_{n}") is not None},
                 None if row["mask"] is None else np.asarray(row["mask"], bool),
             )
         )
     return [groups[g] for g in sorted(groups)]
+
+
+def _column(name: str) -> str:
+    return f"{name}_" if name in RESERVED else name

@@ -31,7 +31,8 @@ def test_ci_runs_the_readme_s_commands():
 
 
 def test_the_top_level_holds_only_what_the_design_names():
-    allowed = {"pyproject.toml", "README.md", "LICENSE", "environment.yml", "prl_notebook", "notebooks", "tutorials", "tests"}
+    files = {"pyproject.toml", "README.md", "LICENSE", "environment.yml"}
+    allowed = files | {"prl_notebook", "notebooks", "tutorials", "tests"}
     visible = {p.name for p in ROOT.iterdir() if not p.name.startswith(".")}
     generated = {"runs", "build", "dist"}
     assert {n for n in visible if not n.endswith(".egg-info")} <= allowed | generated
