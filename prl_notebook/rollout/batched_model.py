@@ -15,10 +15,13 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from prl_notebook.rollout.cache import ATTENTION, LENGTH_STEP, RowCache, decode_mask
+from prl_notebook.rollout.cache import ATTENTION, RowCache, decode_mask
 
 BLOCK = 64
-"""Rows per forward pass with `fixed_shapes`."""
+"""Rows per call with `fixed_shapes`: fewer means more calls for a full batch, more means idle rows for a small one."""
+READ_STEP = 32
+"""Positions read are rounded up to a multiple of it with `fixed_shapes`: a whole number of vector registers, so that
+masked positions at the end add zeros to every partial sum and change nothing."""
 
 
 class BatchedModel:
@@ -28,7 +31,7 @@ class BatchedModel:
         model: In evaluation mode, on its device.
         fixed_shapes: Make a row's logits independent, bit for bit, of the other rows. Kernels choose their order of
             summation by shape, and compute each row alike within one shape; so every prompt is prefilled by itself,
-            and decoding always takes `BLOCK` rows (idle ones included) and a multiple of `LENGTH_STEP` positions.
+            and decoding always takes `BLOCK` rows (idle ones included) and a multiple of `READ_STEP` positions.
 
     Raises:
         NotImplementedError: naming the model if it does not work with this cache, or if `fixed_shapes` does not make
@@ -97,7 +100,7 @@ class BatchedModel:
         rows, length = len(ids), max(positions) + 1
         if not self.fixed_shapes:
             return self._decode_block(0, ids, positions, length)
-        length = -(-length // LENGTH_STEP) * LENGTH_STEP
+        length = -(-length // READ_STEP) * READ_STEP
         idle = [0] * (-rows % BLOCK)
         ids, positions = [*ids, *idle], [*positions, *idle]
         blocks = [
@@ -142,11 +145,11 @@ class BatchedModel:
             if not error <= torch.finfo(self.model.dtype).eps ** 0.5:
                 raise NotImplementedError(
                     f"{type(self.model).__name__} (model_type {self.model.config.model_type!r}) gives other logits "
-                    f"with a key-value cache of mixed lengths than without (relative error {error:.1g}); use engine='vllm'"
+                    f"in a batch of mixed lengths than alone (relative error {error:.1g}); use engine='vllm'"
                 )
 
     def _check_rows_independent(self) -> None:
-        short, long = self._probe(5), self._probe(LENGTH_STEP + 2)
+        short, long = self._probe(5), self._probe(2 * READ_STEP + 2)
         self._join_probe(0, 1, len(short))
         alone_V = self.decode(short[-1:], [len(short) - 1])[0]
         # The same row again: last instead of first of its block, beside others, and with more positions read.

@@ -10,12 +10,12 @@ key-value head, D head dimension.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -29,21 +29,26 @@ LENGTH_STEP = 64
 class RowLayer(DynamicLayer):
     """Keys and values of one layer, [R, H, T, D]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, cache: RowCache):
         super().__init__()
         self.cache = cache
 
     def reserve(self, rows: int, length: int, like: DynamicLayer) -> None:
         """Grow to [rows, length], with the heads, dtype and device of `like` (which may be this layer)."""
-
-        def grown(old: torch.Tensor | None, like_BHTD: torch.Tensor) -> torch.Tensor:
+        grown = []
+        for name in ("keys", "values"):
+            like_BHTD = getattr(like, name)
             # Zeros, not empty: masked slots still enter the kernels, where 0 * NaN would be NaN.
             store_RHTD = like_BHTD.new_zeros(rows, like_BHTD.shape[1], length, like_BHTD.shape[3])
-            if old is not None:
-                store_RHTD[: old.shape[0], :, : old.shape[2]] = old
-            return store_RHTD
-
-        self.keys, self.values = grown(self.keys, like.keys), grown(self.values, like.values)
+            if self.is_initialized:
+                old_RHTD = getattr(self, name)
+                store_RHTD[: old_RHTD.shape[0], :, : old_RHTD.shape[2]] = old_RHTD
+            grown.append(store_RHTD)
+        self.keys, self.values = grown
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -62,6 +67,8 @@ class RowLayer(DynamicLayer):
 class RowCache(Cache):
     """A transformers `Cache` of R rows; `select` says which rows the next forward pass advances by one token."""
 
+    layers: list[Any]
+
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.capacity = (0, 0)
@@ -69,11 +76,11 @@ class RowCache(Cache):
         self.first = self.length = 0
         self.rows_B = self.positions_B = torch.empty(0, dtype=torch.long)
 
-    def join(self, first: int, count: int, prefilled: DynamicCache, index: int, length: int) -> None:
+    def join(self, first: int, count: int, prefilled: Cache, index: int, length: int) -> None:
         """Copy a prompt, row `index` of a prefilled cache ([B, H, P, D]), into `count` rows from `first` on."""
         self.reserve(first + count, length + 1, like=prefilled)
         rows = slice(first, first + count)
-        for layer, source in zip(self.layers, prefilled.layers, strict=True):
+        for layer, source in zip(self.layers, cast(list[Any], prefilled.layers), strict=True):
             layer.keys[rows, :, :length] = source.keys[index, :, :length]
             layer.values[rows, :, :length] = source.values[index, :, :length]
 
@@ -93,8 +100,10 @@ class RowCache(Cache):
         """Make room for [rows, length]; `like` is a cache of the same model, for heads, dtype and device."""
         if rows <= self.capacity[0] and length <= self.capacity[1]:
             return
+        # Half as much again, so that neither growing completions nor joining groups copy everything at every step.
+        if rows > self.capacity[0]:
+            rows += rows // 2
         if length > self.capacity[1]:
-            # Half as much again: a growing completion must not be copied at every step.
             length = -(-length * 3 // (2 * LENGTH_STEP)) * LENGTH_STEP
         self.capacity = max(rows, self.capacity[0]), max(length, self.capacity[1])
         self.layers = self.layers or [RowLayer(self) for _ in like.layers]
@@ -106,9 +115,8 @@ def decode_mask(positions_B: torch.Tensor, length: int, window: int | None, dtyp
     """Additive mask [B, 1, 1, T]: a row sees the positions up to its own, `window` of them if that is given."""
     age_BT = positions_B[:, None] - torch.arange(length, device=positions_B.device)
     hidden_BT = age_BT < 0 if window is None else (age_BT < 0) | (age_BT >= window)
-    return torch.zeros(hidden_BT.shape, dtype=dtype, device=age_BT.device).masked_fill_(hidden_BT, -torch.inf)[
-        :, None, None
-    ]
+    mask_BT = torch.zeros(hidden_BT.shape, dtype=dtype, device=hidden_BT.device).masked_fill_(hidden_BT, -torch.inf)
+    return mask_BT[:, None, None]
 
 
 def decode_attention(

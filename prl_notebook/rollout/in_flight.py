@@ -31,32 +31,43 @@ class GroupInFlight:
         return events
 
 
-def check_request(request: GroupRequest, version: int | None, context: int) -> None:
-    """What every vLLM worker demands of a group.
+def check_fits(request: GroupRequest, version: int | None, context: int | None) -> None:
+    """What every worker demands of a group: the loaded version, a prompt, and room for prompt and completion.
+
+    Args:
+        context: Most positions of a sequence; None if the model does not say.
 
     Raises:
-        ValueError: if the group asks for a version that is not loaded, has no prompt, does not fit into the model's
-            context, or asks for a temperature that vLLM would silently raise.
+        ValueError: naming the period and group.
     """
-    name, sampling, prompt = (
-        f"period {request.period}, group {request.group}",
-        request.sampling,
-        len(request.prompt_ids),
-    )
+    name, prompt, limit = group_name(request), len(request.prompt_ids), request.sampling.max_completion_length
     if request.version != version:
         raise ValueError(f"{name} asks for policy version {request.version}, but version {version} is loaded")
     if not prompt:
         raise ValueError(f"{name} has an empty prompt")
-    if prompt + sampling.max_completion_length > context:
+    if context is not None and prompt + limit > context:
         raise ValueError(
-            f"{name}: a prompt of {prompt} tokens and max_completion_length={sampling.max_completion_length} exceed "
-            f"the context of {context} tokens; shorten the prompt, lower max_completion_length, or raise "
-            "max_model_len in Rollout.options"
+            f"{name}: a prompt of {prompt} tokens and max_completion_length={limit} exceed the context of {context} "
+            "tokens; shorten the prompt or lower max_completion_length"
         )
-    if sampling.temperature < LOWEST_TEMPERATURE:
+
+
+def group_name(request: GroupRequest) -> str:
+    """How messages call a group."""
+    return f"period {request.period}, group {request.group}"
+
+
+def check_request(request: GroupRequest, version: int | None, context: int) -> None:
+    """What every vLLM worker demands of a group.
+
+    Raises:
+        ValueError: if it does not fit (`check_fits`), or asks for a temperature that vLLM would silently raise.
+    """
+    check_fits(request, version, context)
+    if request.sampling.temperature < LOWEST_TEMPERATURE:
         raise ValueError(
-            f"{name}: vLLM would sample at temperature {LOWEST_TEMPERATURE} instead of {sampling.temperature}; "
-            "choose a higher one"
+            f"{group_name(request)}: vLLM would sample at temperature {LOWEST_TEMPERATURE} instead of "
+            f"{request.sampling.temperature}; choose a higher one"
         )
 
 

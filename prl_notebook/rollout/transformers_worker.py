@@ -11,15 +11,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from prl_notebook.engine.types import Completion, FinishReason, Group, GroupRequest, WeightsRef
+from prl_notebook.engine.types import Completion, FinishReason, GroupRequest, Sampling, WeightsRef
 from prl_notebook.rollout.batched_model import BatchedModel
+from prl_notebook.rollout.in_flight import GroupInFlight, check_fits, group_name
 from prl_notebook.rollout.sampling import sample, uniforms
-from prl_notebook.rollout.worker import GroupDone, LoadAck, RowsDone, WorkerEvent
+from prl_notebook.rollout.worker import LoadAck, WorkerEvent
 from prl_notebook.weights import checksum, load_weights, named_weights, open_version
 
 PREFILL_TOKENS = 4096
@@ -27,21 +29,10 @@ PREFILL_TOKENS = 4096
 
 
 @dataclass
-class _GroupInFlight:
-    request: GroupRequest
-    completions: list[Completion | None]
-    tokens: int = 0
-
-    @property
-    def done(self) -> int:
-        return sum(completion is not None for completion in self.completions)
-
-
-@dataclass
 class _Row:
     """One completion being sampled."""
 
-    group: _GroupInFlight
+    group: GroupInFlight
     sample: int
     uniforms_R: np.ndarray
     """float32, one draw per token up to the longest completion allowed."""
@@ -60,7 +51,7 @@ class TransformersWorker:
     By default a completion is a sample of the policy, with its own random stream, but not reproducible to the bit:
     its logits carry rounding errors (about 1e-6 in float32) that depend on how many rows are computed together and
     how long the longest is, hence on arrival times; where a draw falls within that error of a boundary between two
-    tokens, another token is sampled and the completion goes on differently. {RATE}
+    tokens, another token is sampled and the completion goes on differently.
 
     Args:
         model_path: Folder or hub name; its generation config says which tokens end a completion.
@@ -84,14 +75,15 @@ class TransformersWorker:
         reproducible: bool = False,
         max_rows: int = 256,
     ):
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype)).to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        model.to(device).eval()
         self.max_rows = max_rows
         self.version: int | None = None
         """The policy version loaded, None before the first `load`."""
         self._model = BatchedModel(model, fixed_shapes=reproducible)
         end = model.generation_config.eos_token_id
         self._end_ids = frozenset([] if end is None else [end] if isinstance(end, int) else end)
-        self._waiting: deque[_GroupInFlight] = deque()
+        self._waiting: deque[GroupInFlight] = deque()
         self._rows: list[_Row] = []
         """The row of each slot of the batch."""
 
@@ -124,23 +116,12 @@ class TransformersWorker:
         Raises:
             ValueError: if the version is not the one loaded, or the group cannot fit the model or the batch.
         """
-        name = f"period {request.period}, group {request.group}"
-        if request.version != self.version:
-            raise ValueError(f"{name} asks for policy version {request.version}, but version {self.version} is loaded")
-        if not request.prompt_ids:
-            raise ValueError(f"{name} has an empty prompt")
+        check_fits(request, self.version, self._model.context)
         if not 0 < len(request.seeds) <= self.max_rows:
             raise ValueError(
-                f"{name} wants {len(request.seeds)} completions; max_rows={self.max_rows} allows 1 to that"
+                f"{group_name(request)} wants {len(request.seeds)} completions; max_rows={self.max_rows} is the most"
             )
-        prompt, limit = len(request.prompt_ids), request.sampling.max_completion_length
-        context = self._model.context
-        if context is not None and prompt + limit > context:
-            raise ValueError(
-                f"{name}: a prompt of {prompt} tokens and max_completion_length={limit} exceed the model's context of "
-                f"{context} tokens; shorten the prompt or lower max_completion_length"
-            )
-        self._waiting.append(_GroupInFlight(request, [None] * len(request.seeds)))
+        self._waiting.append(GroupInFlight(request))
 
     def step(self) -> list[WorkerEvent]:
         """Prefill waiting groups that fit, then sample one token for every row in flight."""
@@ -178,9 +159,9 @@ class TransformersWorker:
             events += self._extend(rows, logits_BV.repeat_interleave(repeats, 0))
         return events
 
-    def _next_to_prefill(self, budget: int) -> list[_GroupInFlight]:
+    def _next_to_prefill(self, budget: int) -> list[GroupInFlight]:
         """Take the groups of the next prefill off the queue, in order: as many as budget, rows and shapes allow."""
-        taken: list[_GroupInFlight] = []
+        taken: list[GroupInFlight] = []
         free = self.max_rows - len(self._rows)
         longest = 0
         while self._waiting:
@@ -196,7 +177,7 @@ class TransformersWorker:
 
     def _extend(self, rows: Sequence[_Row], logits_BV: torch.Tensor) -> list[WorkerEvent]:
         """Sample the next token of each row; retire the rows that end with it."""
-        by_sampling: dict[object, list[int]] = {}
+        by_sampling: dict[Sampling, list[int]] = {}
         for index, row in enumerate(rows):
             by_sampling.setdefault(row.group.request.sampling, []).append(index)
         ended: list[_Row] = []
@@ -215,20 +196,12 @@ class TransformersWorker:
         return self._retire(ended) if ended else []
 
     def _retire(self, ended: list[_Row]) -> list[WorkerEvent]:
+        self._close_holes({id(row) for row in ended})
+        events: list[WorkerEvent] = []
         for row in ended:
             reason: FinishReason = "stop" if row.ids[-1] in self._end_ids else "length"
             ids_R, logprobs_R = np.array(row.ids, np.int32), np.array(row.logprobs, np.float32)
-            row.group.completions[row.sample] = Completion(ids_R, logprobs_R, reason)
-        self._close_holes({id(row) for row in ended})
-        events: list[WorkerEvent] = []
-        for group in {id(row.group): row.group for row in ended}.values():
-            request, done = group.request, group.done
-            events.append(RowsDone(request.period, request.group, done, group.tokens))
-            if done == len(group.completions):
-                completions = [completion for completion in group.completions if completion is not None]
-                events.append(
-                    GroupDone(Group(request.period, request.group, request.version, request.prompt_ids, completions))
-                )
+            events += row.group.finish(row.sample, Completion(ids_R, logprobs_R, reason))
         return events
 
     def _close_holes(self, ended: set[int]) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rollout_models import CONFIGS, build, request, sample_groups, start
+from rollout_models import build, request, sample_groups, start
 from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig
 
 from prl_notebook.engine.types import Group, GroupRequest
@@ -17,9 +17,9 @@ pytestmark = pytest.mark.strict
 RNG = np.random.default_rng(0)
 REQUESTS = [
     request(index, tuple(RNG.integers(2, 40, RNG.integers(1, 90)).tolist()), completions=int(RNG.integers(2, 12)),
-            length=int(RNG.integers(8, 80)), temperature=[0.7, 1.0, 1.5][index % 3], top_k=[0, 0, 12][index % 3],
+            length=int(RNG.integers(4, 40)), temperature=[0.7, 1.0, 1.5][index % 3], top_k=[0, 0, 12][index % 3],
             top_p=[1.0, 0.9][index % 2])
-    for index in range(16)
+    for index in range(12)
 ]  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def staggered(worker: TransformersWorker, requests: list[GroupRequest], every: i
     return done
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["qwen3", "llama_tied", "gpt2", "gemma3_hybrid_window"])
 def test_tokens_and_logprobs_do_not_depend_on_company(name: str, tmp_path: Path) -> None:
     model = build(name)
     model.generation_config = GenerationConfig(eos_token_id=[1, 4])
