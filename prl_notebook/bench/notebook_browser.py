@@ -33,7 +33,8 @@ OFFLINE = ("--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOU
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 KERNEL = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel"
 OUTPUTS = "[...document.querySelectorAll('.jp-OutputArea-output')]"
-START_SECONDS = 120
+START_SECONDS = 300
+"""Patience with servers and pages on a machine that is busy otherwise."""
 
 
 @dataclass
@@ -61,7 +62,7 @@ class NotebookPage:
         """
         self.page.wait_for_function(f"() => {KERNEL}?.status === 'idle'", timeout=1000 * seconds)
 
-    def wait_text(self, text: str, seconds: float = 60) -> None:
+    def wait_text(self, text: str, seconds: float = 120) -> None:
         """Until an output contains `text`."""
         self.page.wait_for_function(
             f"text => {OUTPUTS}.some(e => e.innerText.includes(text))", arg=text, timeout=1000 * seconds
@@ -99,6 +100,7 @@ class Jupyter:
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=kernel)
         nbformat.write(notebook, path)
         page = self._browser.new_page(viewport={"width": 1280, "height": height})
+        page.set_default_timeout(1000 * START_SECONDS)
         opened = NotebookPage(page, path)
         _listen(opened)
         folder = "doc/tree" if app == "lab" else "notebooks"

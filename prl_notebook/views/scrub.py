@@ -24,7 +24,6 @@ class Scrubber:
             state = reduce(state, event)
             if i % KEPT_EVERY == 0:
                 self._kept.append(state)
-        self.last = state
 
     @property
     def seconds(self) -> float:
@@ -32,13 +31,16 @@ class Scrubber:
         return self._times[-1] if self._times else 0.0
 
     @property
-    def period_ends(self) -> dict[int, float]:
-        """Time at which each finished period ended."""
-        return {e.period: e.t for e in self.events if isinstance(e, PeriodFinished)}
+    def period_ends(self) -> dict[int, int]:
+        """For each finished period the number of events up to its end; `after` takes it."""
+        return {e.period: i for i, e in enumerate(self.events, 1) if isinstance(e, PeriodFinished)}
 
     def at(self, t: float) -> RunState:
         """State after every event up to and including time `t` (seconds)."""
-        count = bisect_right(self._times, t)
+        return self.after(bisect_right(self._times, t))
+
+    def after(self, count: int) -> RunState:
+        """State after the first `count` events."""
         state = self._kept[count // KEPT_EVERY]
         for event in self.events[count - count % KEPT_EVERY : count]:
             state = reduce(state, event)

@@ -32,38 +32,36 @@ class ReplayPlayer(Bundled, ipw.VBox):
         self._scrubber = Scrubber(events)
         self._records = records
         self._period: int | None = None
-        end = self._scrubber.seconds
-        self._time = ipw.FloatSlider(
-            value=end,
-            min=0.0,
-            max=end,
-            step=max(end / 1000, 0.01),
-            description="time (s)",
-            layout=ipw.Layout(width="70%"),
+        count = len(self._scrubber.events)
+        # The slider counts events: every one can be stopped at, also two within a millisecond.
+        self._moment = ipw.IntSlider(
+            value=count, min=0, max=count, description="moment", readout=False, layout=ipw.Layout(width="60%")
         )
-        ends = {f"end of period {period}": t for period, t in self._scrubber.period_ends.items()}
+        self._clock = ipw.Label()
+        ends = {f"end of period {period}": n for period, n in self._scrubber.period_ends.items()}
         self._jump = ipw.Dropdown(options={"go to ...": None, **ends}, layout=ipw.Layout(width="160px"))
         self._panes = Panes()
         self._completions = CompletionExplorer(loss_type=self.state.config.get("grpo", {}).get("loss_type"))
-        self._time.observe(self._draw, "value")
+        self._moment.observe(self._draw, "value")
         self._jump.observe(self._go_to, "value")
-        super().__init__([ipw.HBox([self._time, self._jump]), self._panes, self._completions])
+        super().__init__([ipw.HBox([self._moment, self._clock, self._jump]), self._panes, self._completions])
         self._draw()
 
     @property
     def state(self) -> RunState:
         """The run at the slider's moment."""
-        return self._scrubber.at(self._time.value)
+        return self._scrubber.after(self._moment.value)
 
     def view(self) -> View:
         return dashboard_view(self.state)
 
     def _go_to(self, change: Any) -> None:
         if change["new"] is not None:
-            self._time.value = change["new"]
+            self._moment.value = change["new"]
 
     def _draw(self, _: Any = None) -> None:
         state = self.state
+        self._clock.value = f"{state.t:.2f} s of {self._scrubber.seconds:.2f} s"
         self._panes.show(**run_views(state))
         if state.period is not None and state.period != self._period:
             self._period = state.period

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 SHOW = "from feeder import Feeder\nfrom prl_notebook.widgets import Dashboard\ns = Feeder()\nd = Dashboard(s)\nd"
 

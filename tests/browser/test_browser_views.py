@@ -8,7 +8,7 @@ from prl_notebook.attention.mask import dense_mask
 from prl_notebook.views.attention_mask import mask_data
 from prl_notebook.widgets.bundle import static
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 LAYOUT = """
 from synthetic_run import *
@@ -113,7 +113,9 @@ def test_completions_and_replay(notebooks, shots):
         assert "policy" in tip and "entropy" in tip and "loss" in tip
         nb.page.screenshot(path=shots / "completions-light.png")
         nb.page.locator(".widget-dropdown select").nth(3).select_option("end of period 1")
-        nb.wait_text("Period 1 finished in")
+        nb.page.wait_for_function(
+            "() => document.querySelector('.prl-progress h3').innerText.startsWith('Period 1 finished')"
+        )
         nb.theme("Dark")
         nb.page.wait_for_timeout(500)
         nb.page.screenshot(path=shots / "replay-dark.png")

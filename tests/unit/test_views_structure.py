@@ -247,7 +247,8 @@ def test_scrubber_finds_every_moment():
         upto = [e for e in EVENTS if e.t <= t]
         assert scrubber.at(t) == state_of(upto)
     assert scrubber.at(-1.0) == RunState()
-    assert scrubber.last == FINISHED
+    assert scrubber.after(len(EVENTS)) == FINISHED
+    assert scrubber.after(scrubber.period_ends[1]).current.finished_t is not None
     assert scrubber.period_ends.keys() == {0, 1, 2, 3}
 
 

@@ -139,8 +139,9 @@ def test_replay_moves_through_time_and_loads_the_completions_of_the_period():
     player._jump.value = player._scrubber.period_ends[1]
     assert player.state.period == 1 and asked == [3, 1]
     assert "period 1" in player._panes.status
+    assert "finished in" in player._panes.progress
     assert "completion 0" in player._completions._panes.detail
-    player._time.value = 0.0
+    player._moment.value = 0
     assert "No period has started yet" in player._panes.queue
 
 
