@@ -43,7 +43,7 @@ class GRPO:
     """K: completions per prompt."""
     max_prompt_length: int | None = None
     """Longest prompt accepted, in tokens; a longer one is an error, never cut. None: only the model's limit counts."""
-    max_completion_length: int = 256
+    max_completion_length: int = 512
     """Most tokens sampled per completion."""
     temperature: float = 1.0
     top_p: float = 1.0
@@ -194,6 +194,11 @@ class Trainer:
     @property
     def ranks(self) -> int:
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+    @property
+    def tokens_at_once(self) -> int:
+        """Tokens that the engine hands to the trainer together: a pass for each replica and each of its stages."""
+        return self.tokens_per_microstep * self.data_parallel * self.pipeline_parallel
 
 
 @dataclass(frozen=True)
