@@ -77,6 +77,7 @@ def test_spans_share_a_bucket_only_when_padding_stays_small():
     assert contiguous.at == slice(5, 14), "equal contiguous spans are not copied"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward_on_cpu_equals_dense():
     layout = LAYOUTS["padded rows"]
     q, k, v = (x.detach().float() for x in random_qkv(layout, size=16))
