@@ -1,6 +1,7 @@
 """Strictly on-policy GRPO with periodic asynchrony, shown live and stepped like a debugger."""
 
 from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer, Weights
+from prl_notebook.engine import conditions
 from prl_notebook.replay import LoadedRun, load_run
 from prl_notebook.session import Session, SessionError, StepResult
 
@@ -16,5 +17,6 @@ __all__ = [
     "StepResult",
     "Trainer",
     "Weights",
+    "conditions",
     "load_run",
 ]

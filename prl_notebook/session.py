@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer, Weights
 from prl_notebook.engine.assembly import Assembly
 from prl_notebook.engine.checkpoints import Checkpoint, Checkpoints
+from prl_notebook.engine.conditions import Condition
 from prl_notebook.engine.events import read_events
 from prl_notebook.engine.live import LiveState
 from prl_notebook.engine.records import GroupRecord
@@ -288,14 +289,25 @@ class Session(RunViews):
         return self._parts.stepper.breakpoints
 
     def breakpoint(
-        self, on: Unit = "group", when: Callable[[Any], bool] = lambda _: True, name: str | None = None
+        self, on: Unit | Condition = "group", when: Callable[[Any], bool] | None = None, name: str | None = None
     ) -> Breakpoint:
-        """Pause where `when` is true: of a scored Group, a MicroStepReport, or a period's metrics.
+        """Pause where a condition is true: a ready-made one, `breakpoint(conditions.zero_variance())`, or your own.
+
+        Args:
+            on: a condition, or what `when` looks at: 'group', 'microstep' or 'period'.
+            when: called with the scored Group before it is trained, the MicroStepReport, or the period's metrics.
+                None: always.
 
         Raises:
-            ValueError: unknown `on`.
+            ValueError: unknown `on`, or a condition and `when` at once.
         """
-        point = Breakpoint(on, when, name or f"{on} {len(self.breakpoints) + 1}")
+        if isinstance(on, Condition):
+            if when is not None:
+                raise ValueError(f"the condition {on.name!r} has a `when` of its own; pass one or the other")
+            condition = on
+        else:
+            condition = Condition(on, f"{on} {len(self.breakpoints) + 1}", when or (lambda _: True))
+        point = Breakpoint(condition.on, condition.when, name or condition.name)
         self.breakpoints.append(point)
         return point
 
@@ -323,8 +335,10 @@ class Session(RunViews):
         self.pause()
         self._parts.at_boundary(lambda: self._parts.rewind(period), abandon_period=True)
 
-    def fork(self, run_dir: str | Path | None = None, **settings: Any) -> Session:
+    def fork(self, run_dir: str | Path | None = None, reward_funcs: RewardFunctions = None, **settings: Any) -> Session:
         """A second session that goes on from here with changed settings (fields of GRPO and Run). Blocks.
+
+        `reward_funcs` replaces the reward functions; None keeps them.
 
         Its history starts with this session's, and `fork.parent` is this session's state, so that curves are shown
         side by side.
@@ -338,9 +352,12 @@ class Session(RunViews):
         path = Path(run_dir) if run_dir else _new_run_dir("fork")
         path.mkdir(parents=True)
         shutil.copy(self.run_dir / "events.jsonl", path / "events.jsonl")
+        model, dataset, own_rewards = self._origin
         other = Session.__new__(Session)
         other._build(
-            *self._origin,
+            model,
+            dataset,
+            own_rewards if reward_funcs is None else reward_funcs,
             vars(self.config),
             settings,
             path,

@@ -37,7 +37,7 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
         return metrics
     flat = np.concatenate(rewards)
     _add_mean_std(metrics, "reward", "reward_std", flat)
-    metrics["frac_reward_zero_std"] = float(np.mean([_all_equal(r_K) for r_K in rewards]))
+    metrics["frac_reward_zero_std"] = float(np.mean([all_rewards_equal(r_K) for r_K in rewards]))
     metrics["rewards/invalid"] = float(np.isnan(flat).sum())
     for name in dict.fromkeys(name for group in groups for name in group.rewards_by_function):
         values = np.concatenate([g.rewards_by_function[name] for g in groups if name in g.rewards_by_function])
@@ -55,7 +55,8 @@ def batch_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
-def _all_equal(rewards_K: np.ndarray) -> bool:
+def all_rewards_equal(rewards_K: np.ndarray) -> bool:
+    """Whether a group's valid rewards do not differ, up to rounding; true of fewer than two."""
     valid = rewards_K[~np.isnan(rewards_K)]
     return len(valid) < 2 or bool(np.isclose(np.ptp(valid), 0.0))
 
