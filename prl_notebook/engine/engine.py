@@ -197,7 +197,7 @@ class Engine(threading.Thread):
             groups = self.queue.take(
                 self._schedule,
                 self.config.run.consume,
-                trainer.tokens_per_microstep,
+                trainer.tokens_at_once,
                 trainer.shared_prompt is not False,
                 POLL_SECONDS,
                 one=self.stepper.unit == "group",

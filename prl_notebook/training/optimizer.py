@@ -8,7 +8,7 @@ purpose: sharded optimizer states (the megatron engine has its own).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,11 +27,6 @@ class Optimizer:
     """
 
     def __init__(self, model: PreTrainedModel, grpo: GRPO) -> None:
-        if grpo.lr_scheduler_type != "constant" and grpo.total_periods is None:
-            raise ValueError(
-                f"lr_scheduler_type={grpo.lr_scheduler_type!r} decays over the run and needs GRPO.total_periods; "
-                "set it, or use lr_scheduler_type='constant'"
-            )
         self.grpo = grpo
         self.updates = 0
         """Optimizer steps taken: the position of the learning-rate schedule."""
@@ -47,10 +42,7 @@ class Optimizer:
             eps=grpo.adam_epsilon,
             weight_decay=grpo.weight_decay,
         )
-        kind = "constant_with_warmup" if grpo.lr_scheduler_type == "constant" else grpo.lr_scheduler_type
-        steps = None if grpo.total_periods is None else grpo.total_periods * grpo.num_iterations
-        # The schedule's factor is a function of the step alone: only `updates` has to be saved.
-        self._factor = get_scheduler(kind, self._adamw, grpo.warmup_steps, steps).lr_lambdas[0]
+        self._factor = learning_rate_factor(grpo)
 
     @property
     def learning_rate(self) -> float:
@@ -129,6 +121,23 @@ class Optimizer:
             }
             if master is not self._parameters[name]:
                 master.data.copy_(state[f"{name}/master"])
+
+
+def learning_rate_factor(grpo: GRPO) -> Callable[[int], float]:
+    """What the learning rate is multiplied with, a function of the optimizer steps taken and of nothing else.
+
+    Raises:
+        ValueError: for a decaying schedule without `total_periods`.
+    """
+    if grpo.lr_scheduler_type != "constant" and grpo.total_periods is None:
+        raise ValueError(
+            f"lr_scheduler_type={grpo.lr_scheduler_type!r} decays over the run and needs GRPO.total_periods; "
+            "set it, or use lr_scheduler_type='constant'"
+        )
+    kind = "constant_with_warmup" if grpo.lr_scheduler_type == "constant" else grpo.lr_scheduler_type
+    steps = None if grpo.total_periods is None else grpo.total_periods * grpo.num_iterations
+    unused = torch.optim.SGD([torch.zeros(1)])
+    return get_scheduler(kind, unused, grpo.warmup_steps, steps).lr_lambdas[0]
 
 
 def _master(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -113,8 +113,8 @@ class Reference:
     weights: dict[str, torch.Tensor]
 
 
-def torch_reference(model: Path, config: Config) -> Reference:
-    trainer = TorchTrainer(model, config)
+def torch_reference(model: Path, config: Config, **kwargs: Any) -> Reference:
+    trainer = TorchTrainer(model, config, **kwargs)
     gradient = trainer._gradient([make_period(0)])
     reports, updates = [], []
     for number in range(PERIODS):

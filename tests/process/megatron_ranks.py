@@ -6,6 +6,8 @@ Importing megatron-core takes longer than most tests, so the processes are kept 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,17 @@ class RankHost:
 
         with megatron_on(self.trainer.device):
             return {name: g.numpy() for name, g in self.trainer._gradient(micro_steps).items()}
+
+    def fail_in_a_micro_step(self, rank: int, dies: bool, groups: list) -> None:
+        """Rank `rank` ends or raises while the others wait for it."""
+        import torch.distributed as dist
+
+        if dist.get_rank() != rank:
+            self.trainer.accumulate(groups)
+        elif dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            raise ArithmeticError("on purpose")
 
     def listening(self) -> list[str]:
         """Addresses on which this process accepts connections."""

@@ -143,9 +143,10 @@ class LayoutGPT(GPTModel):
         """
         if self.config.sequence_parallel:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH)
-        else:
-            hidden_SBH = copy_to_tensor_model_parallel_region(hidden_SBH)
         hidden_TH = hidden_SBH.transpose(0, 1).flatten(0, 1)[source_T]
+        if not self.config.sequence_parallel:
+            # Not before the transpose: megatron-core's all-reduce of a gradient that is not contiguous is lost.
+            hidden_TH = copy_to_tensor_model_parallel_region(hidden_TH)
         tied = self.share_embeddings_and_output_weights
         weight_VH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group = parallel_state.get_tensor_model_parallel_group()

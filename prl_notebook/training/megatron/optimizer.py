@@ -9,7 +9,8 @@ for models that no single host holds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from prl_notebook.config import GRPO
-from prl_notebook.training.megatron.parameters import ParameterMap
-
-
-def learning_rate_factor(grpo):  # TODO seam
-    from transformers import get_scheduler
-
-    kind = "constant_with_warmup" if grpo.lr_scheduler_type == "constant" else grpo.lr_scheduler_type
-    steps = None if grpo.total_periods is None else grpo.total_periods * grpo.num_iterations
-    return get_scheduler(kind, torch.optim.SGD([torch.zeros(1)]), grpo.warmup_steps, steps).lr_lambdas[0]
-
+from prl_notebook.training.megatron.parameters import Entry, ParameterMap
+from prl_notebook.training.optimizer import learning_rate_factor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -112,14 +105,14 @@ class ShardedOptimizer:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The reduced gradient by Hugging Face name on global rank 0, {} elsewhere (a collective call)."""
-        return self._gather(lambda parameter, own: parameter.main_grad.flatten()[own])
+        return self._gather(lambda parameter, own: parameter.main_grad.flatten()[own])  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Moments, step counts and master copies on global rank 0, {} elsewhere (a collective call)."""
         state: dict[str, torch.Tensor] = {}
         if self.updates:
             for moment in MOMENTS:
-                found = self._gather(lambda parameter, own, key=moment: self._state(parameter)[key])
+                found = self._gather(lambda parameter, _: self._state(parameter)[moment])  # noqa: B023 (used at once)
                 state |= {f"{name}/{moment}": tensor for name, tensor in found.items()}
                 state |= {f"{name}/step": torch.tensor(float(self.updates)) for name in found}
         if self._has_masters:
@@ -137,32 +130,29 @@ class ShardedOptimizer:
         self.clear()
         self.updates = updates
         self._optimizer.reload_model_params()
-        for local, parameter, own in self._owned():
-            entry = self._entry[local]
-
-            def part(key: str, entry=entry, own=own) -> torch.Tensor:
-                return self._parameters.shard(entry, lambda name: state[f"{name}/{key}"]).flatten()[own].float()
-
+        self._optimizer.optimizer.state.clear()
+        for entry in self._parameters.entries:
+            parameter = self._parameters.parameters[entry.local]
+            own = self._slice(parameter)
+            if own is None:
+                continue
+            part = partial(self._part, state, entry, own)
             if updates:
                 moments = {key: part(key).to(parameter.device) for key in MOMENTS}
                 self._state(parameter).update(moments, step=torch.tensor(float(updates)))
             if self._has_masters:
                 self._main(parameter).copy_(part("master"))
 
-    @property
-    def _entry(self) -> dict:
-        return {entry.local: entry for entry in self._parameters.entries}
-
-    def _owned(self) -> Iterator[tuple[str, torch.nn.Parameter, slice]]:
-        """(local name, parameter, its flat slice) of what this rank steps."""
-        for local, parameter in self._parameters.parameters.items():
-            if (own := self._slice(parameter)) is not None:
-                yield local, parameter, own
+    def _part(self, state: Mapping[str, torch.Tensor], entry: Entry, own: slice, key: str) -> torch.Tensor:
+        """This rank's slice of a parameter's moment or master copy."""
+        return self._parameters.shard(entry, lambda name: state[f"{name}/{key}"]).flatten()[own]
 
     def _slice(self, parameter: torch.nn.Parameter) -> slice | None:
-        index, dtype, bucket = self._optimizer.model_param_gbuf_map[parameter]
-        ranges = self._optimizer.gbuf_ranges[index][dtype][bucket]["param_map"].get(parameter)
-        return None if ranges is None else slice(ranges["param"].start, ranges["param"].end)
+        """What this rank steps of a parameter; None: another replica steps all of it."""
+        if parameter not in self._optimizer.model_param_gbuf_map:
+            return None
+        own = self._optimizer._get_model_param_range_map(parameter)["param"]
+        return slice(own.start, own.end)
 
     def _main(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The float32 slice that AdamW steps."""

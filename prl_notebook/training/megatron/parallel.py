@@ -36,7 +36,7 @@ def start(
         distributed_timeout_minutes=timeout / 60,
         create_gloo_process_groups=False,
     )
-    return dist.group.WORLD if device.backend == "gloo" else dist.new_group(backend="gloo", timeout=wait)
+    return dist.new_group(backend="gloo", timeout=wait)
 
 
 def stop() -> None:

@@ -78,7 +78,7 @@ def megatron_on(device: torch.device) -> Iterator[None]:
 
 
 def use_mindspeed() -> bool:
-    """Let MindSpeed put its NPU kernels into megatron-core if it is installed and fits; to be called before any model is made.
+    """Let MindSpeed put its NPU kernels into megatron-core, if it is installed and fits, before a model is made.
 
     Never run here (no Ascend hardware); without it the same results come from megatron-core's own code.
     """

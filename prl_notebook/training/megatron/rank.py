@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -60,16 +59,6 @@ def _on_device(method: Any) -> Any:
             return method(self, *args, **kwargs)
 
     return wrapped
-
-
-@dataclass
-class Contribution:
-    """What one replica's last stage has to say about a micro-step."""
-
-    tokens: int = 0
-    loss_sum: float = 0.0
-    stats: dict[str, float] = field(default_factory=dict)
-    detail: list[TokenDetail] = field(default_factory=list)
 
 
 class MegatronTrainerRank:
@@ -143,34 +132,30 @@ class MegatronTrainerRank:
         shared = self._shares(groups)
         mine = self._deal(groups, shared)
         layouts = split(mine, self.config.trainer.tokens_per_microstep, shared=shared)
-        found = self._forward_backward(
-            [Pass.of(x, self.models.config, self.device) for x in layouts], by_number, detail
-        )
-        found.tokens = sum(layout.tokens for layout in layouts)
+        passes = [Pass.of(layout, self.models.config, self.device) for layout in layouts]
+        totals, details = self._forward_backward(passes, by_number, detail)
+        period.metrics.merge(totals)
         period.trained.update(by_number)
         if period.updates == 0:
             self.num_tokens += sum(group.tokens(shared_prompt=False) for group in groups)
-        all_found = self._exchange(found)
+        totals, details = self._of_all_replicas(totals, details)
         if dist.get_rank():
             return None
-        stats: dict[str, float] = {}
-        for part in all_found:
-            stats |= {name: max(value, stats.get(name, value)) for name, value in part.stats.items()}
         return MicroStepReport(
             groups=list(by_number),
-            tokens=sum(part.tokens for part in all_found),
+            tokens=sum(group.tokens(shared) for group in groups),
             completion_tokens=sum(sum(group.lengths) for group in groups),
             seconds=time.perf_counter() - started,
-            loss_sum=sum(part.loss_sum for part in all_found),
+            loss_sum=totals.loss_sum,
             shared_prompt=shared,
-            stats=stats,
-            detail=sorted((d for part in all_found for d in part.detail), key=lambda d: (d.group, d.completion)),
+            stats=totals.display(),
+            detail=sorted(details, key=lambda d: (d.group, d.completion)),
         )
 
     @_on_device
     def finish_update(self, last: bool = True) -> UpdateReport:
         period = self._current()
-        totals = self._totals(period)
+        totals, _ = self._of_all_replicas(period.finish_update())
         divisor = denominator(self.grpo, period.groups, totals.tokens)
         metrics = totals.result(divisor) | self.optimizer.step(divisor) | {"num_tokens": float(self.num_tokens)}
         if last:
@@ -267,8 +252,8 @@ class MegatronTrainerRank:
         keeps_old = self.config.trainer.old_policy == "always" or self.grpo.num_iterations > 1
         self.models = StageTriModel(shape, policy, make, keeps_old, keeps_reference=self.grpo.beta > 0)
         if self.models.reference is not None:
-            reference = ParameterMap(self.models.reference, self._hf, self._cpu_group)
-            reference.load(FolderTensors(self._reference_path))
+            self._reference_parameters = ParameterMap(self.models.reference, self._hf, self._cpu_group)
+            self._reference_parameters.load(FolderTensors(self._reference_path))
         self.optimizer = ShardedOptimizer(policy, self.parameters, self.grpo)
 
     def _open(self, period: Period) -> None:
@@ -286,16 +271,19 @@ class MegatronTrainerRank:
                 mine.append(group)
         return mine
 
-    def _forward_backward(self, passes: list[Pass], groups: dict[int, Group], detail: bool) -> Contribution:
-        """All passes of this replica through the pipeline: adds to the gradient and the metrics."""
-        found = Contribution()
+    def _forward_backward(
+        self, passes: list[Pass], groups: dict[int, Group], detail: bool
+    ) -> tuple[UpdateMetrics, list[TokenDetail]]:
+        """All passes of this replica through the pipeline; adds to the gradient. The answer is of the last stage's."""
+        totals = self._current().new_totals()
+        details: list[TokenDetail] = []
         if not passes:
-            return found
+            return totals, details
         longest = max(one.input_ids_BS.shape[1] for one in passes)
 
         def forward(iterator: Iterator[Pass], model: StageTriModel) -> tuple[torch.Tensor, Any]:
             one = next(iterator)
-            return model(one), partial(self._loss, one, groups, detail, found)
+            return model(one), partial(self._loss, one, groups, totals, details if detail else None)
 
         get_forward_backward_func()(
             forward_step_func=forward,
@@ -305,42 +293,40 @@ class MegatronTrainerRank:
             seq_length=longest,
             micro_batch_size=1,  # shapes travel with the tensors (variable_seq_lengths)
         )
-        return found
+        return totals, details
 
     def _loss(
-        self, one: Pass, groups: dict[int, Group], detail: bool, found: Contribution, hidden_SBH: torch.Tensor
+        self,
+        one: Pass,
+        groups: dict[int, Group],
+        totals: UpdateMetrics,
+        details: list[TokenDetail] | None,
+        hidden_SBH: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         """On the last stage: un-normalised loss of one pass, in the form that megatron-core's schedule takes."""
         logprobs = self.models.logprobs(one, hidden_SBH, self.grpo.temperature)
         x = loss_inputs(one.layout, groups, logprobs, self.grpo)
         result = token_losses(x, self.grpo)
-        weight_T = sequence_weights(self.grpo, x.tokens_S)[x.sequence_T] * x.mask_T
-        share_T = result.loss_T * weight_T
-        loss_sum = share_T.detach().double().sum().item()
-        shown = self._current().metrics.add(x, result, logprobs.entropy_T, loss_sum)
-        found.loss_sum += loss_sum
-        found.stats |= {name: max(value, found.stats.get(name, value)) for name, value in shown.items()}
-        if detail:
-            found.detail += token_details(one.layout, x, result, logprobs.entropy_T, share_T)
+        share_T = result.loss_T * sequence_weights(self.grpo, x.tokens_S)[x.sequence_T] * x.mask_T
+        totals.add(x, result, logprobs.entropy_T, share_T.detach().double().sum().item())
+        if details is not None:
+            details += token_details(one.layout, x, result, logprobs.entropy_T, share_T)
         # The schedule counts tokens to divide by; ours are counted over the whole period instead.
         return share_T.sum(), torch.zeros((), dtype=torch.int, device=self.device), None
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        """What each replica's reporting rank has, in the order of replicas, on every rank (a collective call)."""
-        last_stage = parallel_state.is_pipeline_last_stage()
-        reports = last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine if reports else None, self._cpu_group)
-        return [part for part in everyone if part is not None]
-
-    def _totals(self, period: Period) -> UpdateMetrics:
-        """Close the optimizer step; its metrics over all replicas."""
-        first, *others = self._exchange(period.finish_update())
-        for other in others:
-            first.tokens += other.tokens  # TODO seam merge
-            first.loss_sum += other.loss_sum
-            first._merge(other.sums, other.lows, other.highs)
-        return first
+    def _of_all_replicas(
+        self, totals: UpdateMetrics, details: Sequence[TokenDetail] = ()
+    ) -> tuple[UpdateMetrics, list[TokenDetail]]:
+        """Totals and details over all replicas, in their order, on every rank (a collective call)."""
+        speaks = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, (totals, details) if speaks else None, self._cpu_group)
+        merged = self._current().new_totals()
+        all_details: list[TokenDetail] = []
+        for answer in filter(None, answers):
+            merged.merge(answer[0])
+            all_details += answer[1]
+        return merged, all_details
 
     def _gradient(self, micro_steps: Sequence[list[Group]]) -> dict[str, torch.Tensor]:
         groups = [group for step in micro_steps for group in step]
@@ -349,7 +335,7 @@ class MegatronTrainerRank:
             self._open(Period(groups[0].period, self.version, len(groups), self.grpo))
             for step in micro_steps:
                 self.accumulate(step)
-            totals = self._totals(self._current())
+            totals, _ = self._of_all_replicas(self._current().finish_update())
             self.optimizer.reduce(denominator(self.grpo, len(groups), totals.tokens))
             return self.optimizer.gradients()
         finally:
@@ -370,7 +356,7 @@ class MegatronTrainerRank:
     @cached_property
     def _reference_checksum(self) -> str | None:
         """The same on every rank (a collective call the first time)."""
-        weights = self._weights(ParameterMap(self.models.reference, self._hf, self._cpu_group))
+        weights = self._weights(self._reference_parameters)
         answer = [checksum(weights) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(answer, 0, self._cpu_group)
         return answer[0]

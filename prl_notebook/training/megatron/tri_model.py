@@ -95,7 +95,7 @@ class StageTriModel(MegatronModule):
     def forward(self, batch: Pass) -> torch.Tensor:
         """Hidden states [S, M*B, H] after this stage."""
         models = self._running()
-        received = [None] * len(models) if self.stage.pre_process else self._received_SBH.chunk(len(models), 1)
+        received = [None] * len(models) if self._received_SBH is None else self._received_SBH.chunk(len(models), 1)
         outputs = []
         for model, hidden_SBH in zip(models, received, strict=True):
             with nullcontext() if model is self.policy else torch.no_grad():
@@ -110,12 +110,12 @@ class StageTriModel(MegatronModule):
         policy_T, entropy_T = self.stage.scores(policy_SBH, batch.source_T, batch.target_T, temperature)
         old_T, reference_T = policy_T.detach(), None
         with torch.no_grad():
-            if self.runs_old:
+            if self.runs_old and self.old is not None:
                 old_T, _ = self.old.scores(others[0], batch.source_T, batch.target_T, temperature)
             if self.reference is not None:
                 reference_T, _ = self.reference.scores(others[-1], batch.source_T, batch.target_T, temperature)
         return TriLogprobs(policy_T, old_T, reference_T, entropy_T)
 
     def _running(self) -> list[MegatronModule]:
-        old = [self.old] if self.runs_old else []
-        return [self.policy, *old, *([] if self.reference is None else [self.reference])]
+        others = (self.old if self.runs_old else None, self.reference)
+        return [self.policy, *(model for model in others if model is not None)]
