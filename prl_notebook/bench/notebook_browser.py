@@ -32,6 +32,8 @@ App = Literal["lab", "notebook"]
 OFFLINE = ("--no-sandbox", "--disable-gpu", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
 QUIET = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
 KERNEL = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kernel"
+READY = f"""() => window.jupyterapp?.shell?.currentWidget?.context?.isReady && {KERNEL}?.status === 'idle'
+    && ['notebook:run-all-cells', 'apputils:change-theme'].every(c => window.jupyterapp.commands.hasCommand(c))"""
 OUTPUTS = "[...document.querySelectorAll('.jp-OutputArea-output')]"
 START_SECONDS = 300
 """Patience with servers and pages on a machine that is busy otherwise."""
@@ -44,7 +46,7 @@ class NotebookPage:
     page: Page
     path: Path
     errors: list[str] = field(default_factory=list)
-    """console errors and uncaught exceptions of the page"""
+    """console errors and uncaught exceptions since the notebook was ready"""
     failed_requests: list[str] = field(default_factory=list)
     """address and reason; not those the page itself gave up, as it does with fonts when the theme changes"""
     messages: list[tuple[float, int]] = field(default_factory=list)
@@ -105,8 +107,8 @@ class Jupyter:
         _listen(opened)
         folder = "doc/tree" if app == "lab" else "notebooks"
         page.goto(f"{self._url}/{folder}/{path.name}?reset&token={self._token}")
-        ready = f"() => window.jupyterapp?.shell?.currentWidget?.context?.isReady && {KERNEL}?.status === 'idle'"
-        page.wait_for_function(ready, timeout=1000 * START_SECONDS)
+        page.wait_for_function(READY, timeout=1000 * START_SECONDS)
+        opened.errors.clear()  # Notebook 7.6 throws one of its own while it loads
         try:
             yield opened
         finally:
