@@ -66,6 +66,8 @@ class VerifyReport:
         lines.append(f"{verdict}: largest relative error {self.largest:.2e}, tolerance {self.tolerance:.0e}")
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
