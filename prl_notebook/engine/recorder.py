@@ -18,7 +18,7 @@ from prl_notebook.training.trainer import TokenDetail
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is needed here."""
 
-    def decode(self, token_ids: Sequence[int] | int) -> str: ...
+    def decode(self, token_ids: list[int]) -> Any: ...
 
 
 class Recorder:

@@ -84,7 +84,7 @@ class RunViews:
         from prl_notebook.widgets import MaskExplorer  # brings Jupyter, which a script does not need
 
         layout = self.layout(group)
-        there = set(layout.group_ids)
+        there = {g for g, _ in layout.sequences}
         return MaskExplorer(layout, [r for r in self.groups if r.group in there])
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:

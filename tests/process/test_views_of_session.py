@@ -1,0 +1,35 @@
+"""The views of a live session and of the same run loaded from disk."""
+
+from __future__ import annotations
+
+from prl_notebook import load_run
+
+
+def test_a_session_and_its_replay_show_the_same(make_session):
+    session = make_session()
+    session.run(2).wait()
+    shown = {
+        "queue": session.queue,
+        "timeline": session.timeline(),
+        "progress": session.progress(),
+        "curves": session.curves(),
+        "group": session.group(1),
+        "tokens": session.tokens(1, 2, "loss"),
+    }
+    layout = session.layout(1)
+    widget = session.mask(group=1)
+    assert layout.kind in ("shared", "separate") and 1 in {g for g, _ in layout.sequences}
+    assert "text/html" in session._repr_mimebundle_()[0] and "text/html" in widget._repr_mimebundle_()[0]
+    session.close()
+
+    run = load_run(session.run_dir)
+    assert run.state.history == session.state.history
+    assert run.tokens(1, 2, "loss").html == shown["tokens"].html
+    assert run.group(1).html == shown["group"].html
+    assert run.curves().html == shown["curves"].html
+    assert "period 1" in run.timeline().text and "period 1" in shown["timeline"].text
+    assert "text/html" in run._repr_mimebundle_()[0]
+    middle = run.at(run.events[len(run.events) // 2].t)
+    assert len(middle.state.history) < 2
+    report = (session.run_dir / "report.html").read_text()
+    assert len(report) < 3_000_000 and "<script" not in report
