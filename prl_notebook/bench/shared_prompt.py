@@ -42,14 +42,19 @@ def shared_prompt(points: Sequence[tuple[int, int, int]] = POINTS) -> dict[str, 
         # All memory first: a child inherits what its parent's allocator holds on to.
         groups = [_group(*point) for point in points]
         peaks = [[_in_child(_peak_bytes, group, shared) for shared in (False, True)] for group in groups]
-        return {
-            "points": [
-                {"P": P, "R": R, "K": K, **_times(group), "peak_bytes_separate": peak[0], "peak_bytes_shared": peak[1]}
-                for (P, R, K), group, peak in zip(points, groups, peaks, strict=True)
-            ]
-        }
+        print("    P    R   K  ratio  of FLOPs  peak MiB separate  shared", file=sys.stderr)
+        return {"points": [_point(*each) for each in zip(points, groups, peaks, strict=True)]}
     finally:
         torch.set_num_threads(threads)
+
+
+def _point(shape: tuple[int, int, int], group: tuple, peaks: list[int]) -> dict[str, Any]:
+    (P, R, K), times = shape, _times(group)
+    print(
+        f"{P:5} {R:4} {K:3} {times['ratio']:6.2f} {times['flop_ratio']:9.2f} {peaks[0] >> 20:18} {peaks[1] >> 20:7}",
+        file=sys.stderr,
+    )
+    return {"P": P, "R": R, "K": K, **times, "peak_bytes_separate": peaks[0], "peak_bytes_shared": peaks[1]}
 
 
 def _model() -> PreTrainedModel:
