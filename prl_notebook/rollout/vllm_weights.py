@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -164,9 +165,7 @@ def published_names(model: nn.Module, name: str) -> list[str]:
     return [".".join(filter(None, (parent, part, leaf))) for part in parts]
 
 
-def read_back(
-    layer: nn.Module, name: str, sampled_features: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def read_back(layer: Any, name: str, sampled_features: int | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """A parameter as the layer computes with it: (tensor on the CPU, None), or [N, J] of it and the features J.
 
     Matrices packed for a CPU kernel cannot be read, but their product with a unit vector is exactly one column.
