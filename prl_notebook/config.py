@@ -51,7 +51,8 @@ class GRPO:
     top_k: int = 0
     """Keep the k likeliest tokens; 0 turns it off."""
     loss_type: LossType = "dapo"
-    """'grpo' (sequence means), 'dapo' (mean over the period's tokens), 'dr_grpo' (constant), 'cispo' (clipped weight)."""
+    """'grpo' (sequence means), 'dapo' (mean over the period's tokens), 'dr_grpo' (constant), 'cispo' (clipped weights;
+    MiniMax-M1)."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """'sequence' makes it GSPO."""
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
@@ -120,8 +121,8 @@ class GRPO:
             _at_least(name, getattr(self, name), 0)
         if self.lr_scheduler_type != "constant" and self.total_periods is None:
             raise ValueError(
-                f"lr_scheduler_type={self.lr_scheduler_type!r} decays over total_periods, which is not set; set it or use "
-                "'constant'"
+                f"lr_scheduler_type={self.lr_scheduler_type!r} decays over total_periods, which is not set; "
+                "set it or use 'constant'"
             )
         if self.temperature <= 0:
             raise ValueError(
