@@ -74,6 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(function=_bench)
 
     doctor = commands.add_parser("doctor", help="say which engines and devices are there and fit together")
+    doctor.add_argument("--deep", action="store_true", help="import each package too, in a process of its own")
     doctor.set_defaults(function=_doctor)
     return parser
 
@@ -263,10 +264,10 @@ def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(_: argparse.Namespace) -> int:
+def _doctor(args: argparse.Namespace) -> int:
     from prl_notebook.runtime.doctor import report
 
-    print(report())
+    print(report(args.deep))
     return 0
 
 

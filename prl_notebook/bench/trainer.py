@@ -2,7 +2,8 @@
 
 One random Qwen3 of 16M parameters and one period of groups with shared prompts. `torch` and `megatron tp1` are one
 process with two threads, the parallel ones two processes with one thread each. The engines take turns and the
-fastest round of each counts, since other load can only slow one down. Left out on purpose: starting up, and models that need several devices.
+fastest round of each counts, since other load can only slow one down. Left out on purpose: starting up, and models
+that need several devices.
 """
 
 from __future__ import annotations
