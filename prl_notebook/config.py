@@ -244,7 +244,7 @@ class Run:
     completion length so far, else prompt length), which shortens the period's tail."""
     reproducible: bool = False
     """A group's tokens depend on seeds and weights alone, not on what else is in flight (slower; see rollout/)."""
-    device: str = "auto"
+    devices: str = "auto"
     """'cpu', 'cuda', 'npu', or with indices such as 'npu:0-7', divided between rollout and trainer."""
     checkpoint_every: int = 10
     """Periods between checkpoints; 0: only when a run ends."""

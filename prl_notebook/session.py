@@ -201,7 +201,7 @@ class Session(RunViews):
         task = resolve_task(model, dataset, reward_funcs)
         self.config = config = configure(task.preset, sections, settings)
         check_functions(task.reward_funcs, config.grpo.reward_weights)
-        plan = plan_devices(config.run.device, config.rollout, config.trainer)
+        plan = plan_devices(config.run.devices, config.rollout, config.trainer)
         if config.rollout.engine == "vllm":
             check_versions(plan.rollout[0][0].kind)
         source = PromptSource(task.rows, task.tokenizer, config.grpo, task.context_length)
@@ -219,6 +219,8 @@ class Session(RunViews):
         }
         (self.run_dir / "run.json").write_text(json.dumps(description, indent=2))
         self.plan = plan
+        if plan.trainer[0].kind != "cpu":
+            print(plan)
         self.parent = parent
         """state of the run this one was forked from, to be shown beside it"""
         self._origin = (model, dataset, reward_funcs)

@@ -62,7 +62,7 @@ def vllm_worker(model_path: str) -> BackgroundWorker:
     config = Config(
         grpo=GRPO(num_generations=8, max_prompt_length=256, max_completion_length=256),
         rollout=Rollout(engine="vllm", groups_in_flight=16),
-        run=Run(device="cpu"),
+        run=Run(devices="cpu"),
     )
     target = "prl_notebook.rollout.vllm_worker:VllmWorker"
     return BackgroundWorker(target, worker_environment(config), model_path=model_path, config=config)

@@ -201,7 +201,7 @@ def server_command(
 
     The weight routes let anyone who reaches the port replace the model: keep it on a private network.
     """
-    kind = parse_devices(config.run.device)[0].kind
+    kind = parse_devices(config.run.devices)[0].kind
     arguments = engine_arguments(model_path, config, kind) | {"skip_tokenizer_init": False, "host": host, "port": port}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     for name, value in arguments.items():

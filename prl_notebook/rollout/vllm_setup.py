@@ -95,7 +95,7 @@ def worker_environment(config: Config) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    if parse_devices(config.run.device)[0].kind == "cpu":
+    if parse_devices(config.run.devices)[0].kind == "cpu":
         variables |= {
             "TORCHDYNAMO_DISABLE": "1",  # enforce_eager alone leaves half a minute of compilation at the first prompt
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers side by side would all bind to the same cores

@@ -51,7 +51,7 @@ class VllmWorker:
     """
 
     def __init__(self, model_path: str, config: Config, index: int = 0) -> None:
-        kind = parse_devices(config.run.device)[0].kind
+        kind = parse_devices(config.run.devices)[0].kind
         check_versions(kind)
         check_torchvision()
         from vllm import EngineArgs, LLMEngine  # only now, when the packages are known to fit

@@ -132,4 +132,3 @@ def _receive(connection: Connection, inbox: queue.SimpleQueue[Call], session_dir
 def _failure(call_id: int, error: Exception) -> Failure:
     traceback.print_exc()
     return Failure(call_id, type(error).__name__, str(error), traceback.format_exc())
-

@@ -149,13 +149,13 @@ def parse_devices(devices: str) -> tuple[Device, ...]:
         return next((found for kind in ("npu", "cuda") if (found := _present(kind))), (Device("cpu"),))
     kind, _, listed = devices.partition(":")
     if kind not in BACKENDS or (kind == "cpu" and listed):
-        raise ValueError(f"device={devices!r} is not 'auto', 'cpu', 'cuda', 'npu', or such as 'npu:0-7' or 'cuda:0,2'")
+        raise ValueError(f"devices={devices!r} is not 'auto', 'cpu', 'cuda', 'npu', or such as 'npu:0-7' or 'cuda:0,2'")
     if kind == "cpu":
         return (Device("cpu"),)
     if not listed:
         if found := _present(kind):
             return found
-        raise ValueError(f"device={devices!r}: this machine shows no {kind} device; run `prl doctor`")
+        raise ValueError(f"devices={devices!r}: this machine shows no {kind} device; run `prl doctor`")
     return tuple(Device(kind, index) for index in _indices(devices, listed))
 
 
@@ -164,10 +164,10 @@ def _indices(devices: str, listed: str) -> list[int]:
     for part in listed.split(","):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if span is None or int(span[2] or span[1]) < int(span[1]):
-            raise ValueError(f"device={devices!r}: {part!r} is no index and no range such as 0-7")
+            raise ValueError(f"devices={devices!r}: {part!r} is no index and no range such as 0-7")
         indices += range(int(span[1]), int(span[2] or span[1]) + 1)
     if len(set(indices)) < len(indices):
-        raise ValueError(f"device={devices!r} names a device twice")
+        raise ValueError(f"devices={devices!r} names a device twice")
     return indices
 
 

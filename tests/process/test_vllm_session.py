@@ -55,7 +55,7 @@ def test_two_periods_of_smollm2(tmp_path, no_orphans):
         reward_funcs=addition_reward,
         grpo=smollm2_preset().grpo,
         rollout=Rollout(engine="vllm", options={"max_model_len": 128}),
-        run=Run(device="cpu"),
+        run=Run(devices="cpu"),
         run_dir=tmp_path / "run",
     )
     session.run(2).wait()
@@ -65,7 +65,7 @@ def test_two_periods_of_smollm2(tmp_path, no_orphans):
 
 
 def test_the_bundled_model_runs_on_vllm(tmp_path, no_orphans):
-    session = Session(rollout=Rollout(engine="vllm"), run=Run(device="cpu"), run_dir=tmp_path / "run", seed=SMALL.seed)
+    session = Session(rollout=Rollout(engine="vllm"), run=Run(devices="cpu"), run_dir=tmp_path / "run", seed=SMALL.seed)
     result = session.step()
     assert result.metrics[MISMATCH] < 1e-4
     assert result.metrics["completions/mean_length"] > 1

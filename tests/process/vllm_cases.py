@@ -26,7 +26,7 @@ K = 4
 CONFIG = Config(
     grpo=GRPO(num_generations=K, max_completion_length=32),
     rollout=Rollout(engine="vllm", groups_in_flight=8),
-    run=Run(device="cpu"),
+    run=Run(devices="cpu"),
 )
 
 

@@ -94,7 +94,7 @@ def test_a_torchvision_that_does_not_import_is_named(install, monkeypatch, tmp_p
 
 
 def test_the_environment_is_for_the_device_and_yields_to_the_user(monkeypatch) -> None:
-    cpu, cuda = Config(run=Run(device="cpu")), Config(run=Run(device="cuda:0"))
+    cpu, cuda = Config(run=Run(devices="cpu")), Config(run=Run(devices="cuda:0"))
     assert worker_environment(cpu)["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in worker_environment(cuda)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
