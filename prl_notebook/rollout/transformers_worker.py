@@ -48,10 +48,13 @@ class _Row:
 class TransformersWorker:
     """A `RolloutWorker` over a model folder (or hub name) of transformers.
 
-    By default a completion is a sample of the policy, with its own random stream, but not reproducible to the bit:
-    its logits carry rounding errors (about 1e-6 in float32) that depend on how many rows are computed together and
-    how long the longest is, hence on arrival times; where a draw falls within that error of a boundary between two
-    tokens, another token is sampled and the completion goes on differently.
+    By default a completion is an exact sample of the policy with a random stream of its own, but its bits depend on
+    its company: kernels sum in an order that depends on how many rows and positions they are given, hence on arrival
+    times, and a draw that falls within that rounding error of the boundary between two tokens picks the other one.
+    Measured in float32 on a CPU (groups of 8 alone against 16 groups at once, bundled model and random weights, 3,280
+    completions of 94,000 tokens): a quarter of the log-probs differ, by 1e-5 at most, and no token does; nor does one
+    between the default and `reproducible`, in 7,200 completions of 190,000 tokens. Larger vocabularies and bfloat16
+    make it more frequent.
 
     Args:
         model_path: Folder or hub name; its generation config says which tokens end a completion.
