@@ -337,6 +337,7 @@ class Session(RunViews):
             ValueError: there is no checkpoint at that period; the message lists those there are.
         """
         self._check()
+        self._parts.checkpoints.at(period)  # raises before anything is given up
         self.pause()
         self._parts.at_boundary(lambda: self._parts.rewind(period), abandon_period=True)
 

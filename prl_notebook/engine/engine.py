@@ -30,6 +30,7 @@ from prl_notebook.engine.stepping import Closed, PeriodAbandoned, Stepper
 from prl_notebook.engine.timing import timing_metrics
 from prl_notebook.engine.trainer_group import TrainerGroup
 from prl_notebook.engine.types import Group, GroupRequest, Prompt, Sampling, WeightsRef
+from prl_notebook.rollout.guard import mismatch_guard
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail
 
 POLL_SECONDS = 0.5
@@ -88,6 +89,8 @@ class Engine(threading.Thread):
         self.failure: Exception | None = None
         self._weights_dir, self._on_period, self._checkpoint = weights_dir, on_period, checkpoint
         self._schedule = SCHEDULES[config.run.schedule]
+        self._comparable = config.grpo.top_p == 1 and config.grpo.top_k == 0
+        """whether the sampler's log-probs are the policy's: the trainer scores tokens without top-p and top-k"""
         self._expected_length: dict[int, float] = {}
         """mean completion length seen for a row of the dataset, for dispatch='longest_first'"""
 
@@ -160,11 +163,11 @@ class Engine(threading.Thread):
 
         for groups in self._arriving_micro_steps(record):
             record.micro_steps.append([g.group for g in groups])
-            self._micro_step(record, groups, iteration=0)
+            self._micro_step(record, groups, len(record.micro_steps) - 1, iteration=0)
         report = self._update(iteration=0, last=grpo.num_iterations == 1)
         for iteration in range(1, grpo.num_iterations):
-            for numbers in record.micro_steps:
-                self._micro_step(record, [record.groups[g] for g in numbers], iteration)
+            for index, numbers in enumerate(record.micro_steps):
+                self._micro_step(record, [record.groups[g] for g in numbers], index, iteration)
             report = self._update(iteration, last=iteration == grpo.num_iterations - 1)
 
         self.sync(self.publish())
@@ -226,12 +229,16 @@ class Engine(threading.Thread):
             if g.status in words
         ]
 
-    def _micro_step(self, record: PeriodRecord, groups: list[Group], iteration: int) -> None:
-        detail = self.config.run.record_tokens and iteration == 0
+    def _micro_step(self, record: PeriodRecord, groups: list[Group], index: int, iteration: int) -> None:
+        guarded = index == iteration == 0 and self._comparable
+        detail = guarded or (self.config.run.record_tokens and iteration == 0)
         began = time.perf_counter()
         report: MicroStepReport = self.trainer.call("accumulate", groups, detail=detail)
         record.details.update({(d.group, d.completion): d for d in report.detail})
-        index = len(record.micro_steps) - 1
+        if guarded:
+            first = groups[0]
+            policy = [record.details[first.group, k].policy_R for k in range(len(first.completions))]
+            mismatch_guard(first, policy, self.config.rollout.dtype, self.config.trainer.dtype)
         self.log.emit(
             ev.MicroStep(
                 period=record.period,

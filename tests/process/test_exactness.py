@@ -92,6 +92,8 @@ def test_rewind_and_fork_go_on_from_where_they_say(make_session, tmp_path):
     session = make_session(run=keep)
     session.run(3).wait()
     session.step("group")
+    with pytest.raises(ValueError, match="no checkpoint at period 7"):
+        session.rewind(7)
     session.rewind(1)
     assert session.state.version == 1 and len(session.metrics) == 1
     with pytest.raises(ValueError, match="checkpoints at periods 0, 1"):

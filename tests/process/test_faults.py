@@ -10,6 +10,7 @@ from small_runs import SMALL, digit_share, events_of
 
 from prl_notebook import Rewards, Run, SessionError
 from prl_notebook.engine import events as ev
+from prl_notebook.rollout.guard import MismatchError
 from prl_notebook.runtime.local import RemoteError
 
 
@@ -98,3 +99,19 @@ def test_zero_variance_and_abstaining_rewards_leave_finite_metrics(make_session)
     metrics = make_session(reward_funcs=partly).step().metrics
     assert metrics["frac_reward_zero_std"] == 1 and metrics["grad_norm"] == 0
     assert all(value == value for value in metrics.values())
+
+
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run_with_the_numbers(make_session):
+    session = make_session()
+    session.step()
+    engine = session._parts.engine
+    put = engine.queue.put
+
+    def shifted(group):
+        for completion in group.completions:
+            completion.logprobs_R = completion.logprobs_R + 0.01
+        return put(group)
+
+    session._parts.scorer._put = shifted
+    with pytest.raises(MismatchError, match=r"differ from the trainer's by 0.01.*0.0001 is allowed in float32"):
+        session.step()
