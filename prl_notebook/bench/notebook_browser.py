@@ -19,7 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,15 +89,25 @@ class NotebookPage:
 
 
 class Jupyter:
-    """A server of both applications and a browser; notebooks are opened one after the other."""
+    """A browser, and a server for each application that is used; notebooks are opened one after the other."""
 
-    def __init__(self, root: Path, url: str, token: str, browser: Browser) -> None:
-        self._root, self._url, self._token, self._browser = root, url, token, browser
+    def __init__(self, root: Path, python_path: Sequence[Path], browser: Browser, stack: ExitStack) -> None:
+        self._root, self._python_path, self._browser, self._stack = root, python_path, browser, stack
+        self._servers: dict[App, tuple[str, str]] = {}
+
+    def _serve(self, app: App) -> tuple[str, str]:
+        # Not one server for both: jupyter_server caches static files by name alone, and then refuses (403) a font that
+        # lies in the folders of both.
+        if app not in self._servers:
+            (self._root / app).mkdir()
+            self._servers[app] = self._stack.enter_context(_server(self._root / app, self._python_path))
+        return self._servers[app]
 
     @contextmanager
     def open(self, cells: Sequence[str], app: App = "lab", height: int = 1100) -> Iterator[NotebookPage]:
         """Write a notebook of code cells and open it; its kernel is ended afterwards."""
-        path = self._root / f"nb_{secrets.token_hex(4)}.ipynb"
+        url, token = self._serve(app)
+        path = self._root / app / f"nb_{secrets.token_hex(4)}.ipynb"
         kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata=kernel)
         nbformat.write(notebook, path)
@@ -106,7 +116,7 @@ class Jupyter:
         opened = NotebookPage(page, path)
         _listen(opened)
         folder = "doc/tree" if app == "lab" else "notebooks"
-        page.goto(f"{self._url}/{folder}/{path.name}?reset&token={self._token}")
+        page.goto(f"{url}/{folder}/{path.name}?reset&token={token}")
         page.wait_for_function(READY, timeout=1000 * START_SECONDS)
         opened.errors.clear()  # Notebook 7.6 throws one of its own while it loads
         try:
@@ -126,7 +136,7 @@ def _listen(opened: NotebookPage) -> None:
         opened.messages.append((time.perf_counter(), len(frame)))
 
     page = opened.page
-    page.on("console", lambda m: opened.errors.append(m.text) if m.type == "error" else None)
+    page.on("console", lambda m: opened.errors.append(f"{m.text} {m.location['url']}") if m.type == "error" else None)
     page.on("pageerror", lambda e: opened.errors.append(str(e)))
     page.on("requestfailed", failed)
     page.on("websocket", lambda socket: socket.on("framereceived", received))
@@ -134,7 +144,7 @@ def _listen(opened: NotebookPage) -> None:
 
 @contextmanager
 def jupyter(root: Path, python_path: Sequence[Path] = ()) -> Iterator[Jupyter]:
-    """Serve `root` on loopback and start the browser; kernels import from `python_path` first.
+    """Start the browser, ready to serve notebooks below `root` on loopback; kernels import from `python_path` first.
 
     Raises:
         FileNotFoundError: no Chromium.
@@ -143,10 +153,10 @@ def jupyter(root: Path, python_path: Sequence[Path] = ()) -> Iterator[Jupyter]:
     chromium = os.environ.get("PRL_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise FileNotFoundError("no Chromium found: install it (Debian: apt-get install chromium) or set PRL_CHROMIUM")
-    with _server(root, python_path) as (url, token), sync_playwright() as playwright:
+    with ExitStack() as stack, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=[*OFFLINE, *QUIET])
         try:
-            yield Jupyter(root, url, token, browser)
+            yield Jupyter(root, python_path, browser, stack)
         finally:
             browser.close()
 
