@@ -97,9 +97,7 @@ class MegatronTrainerRank:
         shape = transformer_config(self._hf, config.trainer, dtype)
         place = parse_devices(device)[0]
         self.device = place.open()
-        if self.device.type == "cpu":
-            torch.set_num_threads(config.trainer.threads or 1)
-        elif self.device.type == "npu":
+        if self.device.type == "npu":
             use_mindspeed()
         self._cpu_group = parallel.start(rank, config.trainer, rendezvous, place, timeout)
         self._period: Period | None = None
@@ -197,6 +195,7 @@ class MegatronTrainerRank:
             save_checkpoint(directory, policy, self._model_path, tensors, state)
         dist.barrier(self._cpu_group)
 
+    @_on_device
     def load(self, directory: Path) -> int:
         """Restore a checkpoint of this engine, whatever its parallel sizes, or of the torch engine; drops an unfinished
         period.
