@@ -7,9 +7,14 @@ are left out.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from prl_notebook.attention.layout import GroupLike, Layout, pack
 
@@ -38,6 +43,23 @@ class ModelDims:
         skipped = looked_up | {id(model.get_output_embeddings().weight)}
         multiplied = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in skipped)
         return cls(multiplied, config.num_hidden_layers * heads * head_dim, hidden * config.vocab_size)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ModelDims:
+        """Sizes of a model in a Hugging Face folder, read from its configuration and the headers of its weights."""
+        config = json.loads((folder / "config.json").read_text())
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim") or hidden // heads
+        multiplied = 0
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, framework="numpy") as weights:
+                shapes = {name: weights.get_slice(name).get_shape() for name in weights.keys()}  # noqa: SIM118
+            multiplied += sum(
+                math.prod(shape)
+                for name, shape in shapes.items()
+                if len(shape) == 2 and "embed" not in name and "lm_head" not in name
+            )
+        return cls(multiplied, config["num_hidden_layers"] * heads * head_dim, hidden * config["vocab_size"])
 
 
 def attention_pairs(layout: Layout) -> int:

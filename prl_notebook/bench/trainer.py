@@ -24,7 +24,7 @@ from prl_notebook.engine.types import Completion, Group
 from prl_notebook.runtime.device import plan_devices
 from prl_notebook.runtime.launch import Launcher
 from prl_notebook.runtime.local import LocalRuntime
-from prl_notebook.weights import session_directory
+from prl_notebook.runtime.shared_memory import session_directory
 
 ENGINES: dict[str, dict[str, Any]] = {
     "torch": {"engine": "torch", "threads": 2},

@@ -80,7 +80,7 @@ def verify(engine: Engine, permutations: int, seed: int) -> VerifyReport:
     prompts = engine.source.batch(engine.period)
     engine.producer.hold(False)
     engine.roll_out(prompts, engine.requests(prompts))
-    budget = engine.config.trainer.tokens_per_microstep
+    budget = engine.config.trainer.tokens_at_once
     shared = engine.config.trainer.shared_prompt is not False
     arrivals: list[list[Group]] = []
     while sum(map(len, arrivals)) < len(prompts):

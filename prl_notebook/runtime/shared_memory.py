@@ -23,7 +23,7 @@ def session_directory(session_id: str, nbytes: int = 0) -> Path:
     )
     parent = SHARED_MEMORY if fits else Path(tempfile.gettempdir())
     directory = parent / f"prl-{session_id}"
-    directory.mkdir(mode=0o700)
+    directory.mkdir(mode=0o700, exist_ok=True)
     return directory
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl_notebook import views
+from prl_notebook.attention.costs import ModelDims
 from prl_notebook.attention.layout import Layout, pack
 from prl_notebook.engine.records import GroupRecord
 from prl_notebook.engine.run_state import RunState
@@ -85,7 +87,12 @@ class RunViews:
 
         layout = self.layout(group)
         there = {g for g, _ in layout.sequences}
-        return MaskExplorer(layout, [r for r in self.groups if r.group in there])
+        return MaskExplorer(layout, [r for r in self.groups if r.group in there], self._dims())
+
+    def _dims(self) -> ModelDims | None:
+        """Sizes of the model, to count operations; None where its folder is gone (a run from another machine)."""
+        folder = Path(self.state.model)
+        return ModelDims.from_folder(folder) if (folder / "config.json").is_file() else None
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The dashboard or player with its static form; only the static form where there are no widgets."""

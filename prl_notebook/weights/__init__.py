@@ -7,8 +7,6 @@ from prl_notebook.weights.store import (
     named_weights,
     open_version,
     publish,
-    release,
-    session_directory,
 )
 
 __all__ = [
@@ -18,6 +16,4 @@ __all__ = [
     "named_weights",
     "open_version",
     "publish",
-    "release",
-    "session_directory",
 ]

@@ -8,8 +8,6 @@ deciding when all workers have the version is the engine's; transfers between ho
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,8 +18,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from prl_notebook.engine.types import WeightsRef
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class WeightsMismatch(RuntimeError):
@@ -113,23 +109,3 @@ def open_version(ref: WeightsRef) -> dict[str, torch.Tensor]:
                 f"{found.get('checksum')}"
             )
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (safe_open is no mapping)
-
-
-def release(ref: WeightsRef) -> None:
-    """Delete a published version; one already gone is no error. Tensors mapped from it stay valid."""
-    Path(ref.path).unlink(missing_ok=True)
-
-
-def session_directory(session_id: str, nbytes: int = 0) -> Path:
-    """A private directory for a session's weights, made if need be: in shared memory, or else among temporary files.
-
-    Args:
-        nbytes: Room needed there; containers often have 64 MiB of shared memory, too little for most models.
-    """
-    fits = (
-        SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free >= nbytes
-    )
-    parent = SHARED_MEMORY if fits else Path(tempfile.gettempdir())
-    directory = parent / f"prl-{session_id}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    return directory

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import ipywidgets as ipw
 
 from prl_notebook import views
+from prl_notebook.engine import conditions
 from prl_notebook.engine.live import LiveState
 from prl_notebook.engine.run_state import RunState
 from prl_notebook.views import View
@@ -26,6 +27,16 @@ from prl_notebook.widgets.panes import Panes
 UPDATES_PER_SECOND = 5.0
 LOOK_AGAIN = 5.0
 """Seconds after which a waiting updater looks whether it was closed."""
+
+READY_MADE: dict[str, Callable[[], conditions.Condition]] = {
+    "zero variance": conditions.zero_variance,
+    "all truncated": conditions.all_truncated,
+    "no valid reward": conditions.reward_failed,
+    "straggler": conditions.straggler,
+    "KL above 0.1": lambda: conditions.kl_above(0.1),
+    "ratio above 1.5": lambda: conditions.ratio_above(1.5),
+}
+"""What the menu offers; any other condition is set in a cell with session.breakpoint()."""
 
 WHEN_BUSY = (
     "Buttons act at once while no cell is running. While one is running they act when it ends (the kernel's rule), "
@@ -44,6 +55,7 @@ class Steerable(Protocol):
 
     @property
     def breakpoints(self) -> list[Any]: ...
+    def breakpoint(self, on: Any = "group") -> Any: ...
     def step(self, unit: Any = "period", count: int = 1, wait: bool = True) -> Any: ...
     def run(self, periods: int) -> Any: ...
     def pause(self) -> Any: ...
@@ -118,6 +130,11 @@ class Dashboard(Bundled, ipw.VBox):
             ],
             layout=ipw.Layout(flex_flow="row wrap", align_items="center"),
         )
+        ready = ["add a breakpoint ...", *READY_MADE]
+        add = ipw.Dropdown(options=ready, layout=ipw.Layout(width="220px"))
+        add.add_class("prl-add-breakpoint")
+        add.observe(self._add_breakpoint, "value")
+        row.children = (*row.children, add)
         return ipw.VBox([row, ipw.HTML(f'<div class="prl muted" style="margin:0">{WHEN_BUSY}</div>')])
 
     def _button(self, label: str, icon: str, tip: str, act: Callable[[], Any]) -> ipw.Button:
@@ -137,6 +154,12 @@ class Dashboard(Bundled, ipw.VBox):
     def _stop(self) -> None:
         # Ending the processes takes a while, and a callback must not keep the kernel.
         threading.Thread(target=self._session.close, name="prl-stop").start()
+
+    def _add_breakpoint(self, change: Any) -> None:
+        if change["new"] in READY_MADE:
+            self._session.breakpoint(READY_MADE[change["new"]]())
+            change["owner"].index = 0
+            self._list_breakpoints()
 
     def _list_breakpoints(self) -> None:
         """A check box per breakpoint; drawn anew only when the list changed."""

@@ -33,3 +33,24 @@ def test_a_session_and_its_replay_show_the_same(make_session):
     assert len(middle.state.history) < 2
     report = (session.run_dir / "report.html").read_text()
     assert len(report) < 3_000_000 and "<script" not in report
+
+
+def test_the_dashboard_s_menu_adds_ready_made_breakpoints(make_session):
+    session = make_session()
+    dashboard = session.dashboard()
+    row = dashboard.children[0].children[0].children
+    menu = row[-1]
+    menu.label = "zero variance"
+    assert [b.name for b in session.breakpoints] == ["zero variance"] and menu.index == 0
+    (box,) = dashboard.children[1].children
+    box.value = False
+    assert not session.breakpoints[0].enabled
+    dashboard.close()
+
+
+def test_sizes_of_a_model_are_read_from_its_folder(small_model):
+    from transformers import AutoModelForCausalLM
+
+    from prl_notebook.attention.costs import ModelDims
+
+    assert ModelDims.from_folder(small_model) == ModelDims.from_model(AutoModelForCausalLM.from_pretrained(small_model))

@@ -9,6 +9,8 @@ from rollout_models import build
 from safetensors.torch import load_file
 
 from prl_notebook.engine.types import WeightsRef
+from prl_notebook.runtime import shared_memory
+from prl_notebook.runtime.shared_memory import release, session_directory
 from prl_notebook.weights import (
     WeightsMismatch,
     checksum,
@@ -16,9 +18,6 @@ from prl_notebook.weights import (
     named_weights,
     open_version,
     publish,
-    release,
-    session_directory,
-    store,
 )
 
 
@@ -110,10 +109,10 @@ def test_session_directory_falls_back_to_temporary_files(tmp_path: Path, monkeyp
     memory, temporary = tmp_path / "shm", tmp_path / "tmp"
     memory.mkdir()
     temporary.mkdir()
-    monkeypatch.setattr(store, "SHARED_MEMORY", memory)
-    monkeypatch.setattr(store.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", memory)
+    monkeypatch.setattr(shared_memory.tempfile, "gettempdir", lambda: str(temporary))
     assert session_directory("abc") == memory / "prl-abc"
     assert session_directory("abc").stat().st_mode & 0o777 == 0o700
     assert session_directory("abc", nbytes=1 << 60) == temporary / "prl-abc"
-    monkeypatch.setattr(store, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "none")
     assert session_directory("abc") == temporary / "prl-abc"
