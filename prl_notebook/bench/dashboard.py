@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from prl_notebook.bench.notebook_browser import NotebookPage, jupyter
+if TYPE_CHECKING:
+    from prl_notebook.bench.notebook_browser import NotebookPage
 
 SETUP = """
 import json, time
@@ -62,6 +64,8 @@ def dashboard(periods: int = 4, rounds: int = 4) -> dict[str, Any]:
         messages_per_s: messages the page received while a dashboard was open
         bytes_per_view: the largest growth of the saved notebook by one view; bytes_by_view says which
     """
+    from prl_notebook.bench.notebook_browser import jupyter  # needs playwright
+
     with tempfile.TemporaryDirectory(prefix="prl-bench-") as folder:
         root = Path(folder)
         cells = [
@@ -74,7 +78,10 @@ def dashboard(periods: int = 4, rounds: int = 4) -> dict[str, Any]:
             notebook.run_all()
             notebook.wait_text("session closed", seconds=600)
             saved = json.loads(notebook.save().read_text())
-            return _summary(notebook, saved["cells"])
+            result = _summary(notebook, saved["cells"])
+    for name, value in result.items():
+        print(f"{name:20} {value}", file=sys.stderr)
+    return result
 
 
 def _summary(notebook: NotebookPage, cells: list[dict[str, Any]]) -> dict[str, Any]:
