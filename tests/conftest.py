@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+
+# Before torch is imported: one thread computes the same bits everywhere, and leaves cores to the background processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +19,6 @@ from small_runs import ROWS, SMALL, digit_share
 
 from prl_notebook import Session, Trainer
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 SHARED_MEMORY = Path("/dev/shm")
 
 

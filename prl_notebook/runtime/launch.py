@@ -29,8 +29,16 @@ def threads_of(config: Config) -> tuple[int, int]:
     """CPU threads of (each rollout worker, each trainer rank).
 
     Half of the cores go to the trainer and half to the workers, one at least; the number of workers does not change
-    the trainer's share, and reproducible workers use one thread, since the split of a sum over threads changes bits.
+    the trainer's share. Reproducible workers use one thread, since the split of a sum over threads changes bits.
+
+    Raises:
+        ValueError: more than one thread is asked for reproducible workers.
     """
+    if config.run.reproducible and (config.rollout.threads or 1) > 1:
+        raise ValueError(
+            f"Rollout.threads={config.rollout.threads} with reproducible=True: sums split over threads differ in their "
+            "last bits; leave threads at None, or 1"
+        )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rollout = 1 if config.run.reproducible else max(1, cores // 2 // config.rollout.workers)
     trainer = max(1, cores // 2 // config.trainer.ranks)

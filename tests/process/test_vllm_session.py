@@ -24,7 +24,7 @@ def vllm_is_there() -> None:
 
 
 def exact(schedule: str) -> Run:
-    return Run(reproducible=True, consume="prompt_order", schedule=schedule, device="cpu")
+    return Run(reproducible=True, consume="prompt_order", schedule=schedule, devices="cpu")
 
 
 @pytest.mark.strict

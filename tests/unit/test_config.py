@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from prl_notebook.config import GRPO, Config, Rewards, Rollout, Run, Trainer
+from prl_notebook.runtime.launch import threads_of
 from prl_notebook.session import configure
 
 SAME_NAMES = (
@@ -54,6 +55,12 @@ def test_other_sections_are_checked_too():
         Rewards(timeout=0)
     with pytest.raises(ValueError, match="schedule='async' is not one of"):
         Run(schedule="async")
+
+
+def test_reproducible_workers_have_one_thread():
+    assert threads_of(Config(run=Run(reproducible=True)))[0] == 1
+    with pytest.raises(ValueError, match=r"Rollout\.threads=2 with reproducible=True"):
+        threads_of(Config(rollout=Rollout(threads=2), run=Run(reproducible=True)))
 
 
 def test_configuration_survives_a_round_trip_through_plain_data():

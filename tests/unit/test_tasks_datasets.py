@@ -22,7 +22,7 @@ def tokenizer():
 
 
 def grpo(prompts=4, **fields):
-    return GRPO(prompts_per_period=prompts, **fields)
+    return GRPO(**{"prompts_per_period": prompts, "max_completion_length": 256, **fields})
 
 
 # ---- sources
