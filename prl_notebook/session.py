@@ -30,7 +30,7 @@ from prl_notebook.engine.stepping import Breakpoint, Goal, Unit
 from prl_notebook.engine.verify import VerifyReport, verify
 from prl_notebook.rollout.vllm_setup import check_versions
 from prl_notebook.runtime.device import plan_devices
-from prl_notebook.runtime.local import tail
+from prl_notebook.runtime.local import tail as last_lines
 from prl_notebook.tasks import resolve_task
 from prl_notebook.tasks.datasets import PromptSource
 from prl_notebook.tasks.reward_process import pickle_functions
@@ -418,8 +418,8 @@ class Session(RunViews):
         """Background processes that are alive."""
         return self._parts.runtime.pids()
 
-    def logs(self, process: str, tail_lines: int = 30) -> str:
-        """The end of a background process's log: 'rollout-0', 'trainer-0', 'rewards', ...
+    def logs(self, process: str, tail: int = 30) -> str:
+        """The last `tail` lines of a background process's log: 'rollout-0', 'trainer-0', 'rewards', ...
 
         Raises:
             KeyError: naming the processes there are.
@@ -428,7 +428,7 @@ class Session(RunViews):
         if not path.exists():
             names = ", ".join(sorted(p.stem for p in path.parent.glob("*.log")))
             raise KeyError(f"no process {process!r}; there are {names}")
-        return tail(path, tail_lines)
+        return last_lines(path, tail)
 
     # ---- ending
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
@@ -83,7 +84,7 @@ def test_an_interrupt_while_waiting_leaves_the_session_paused_and_usable(make_se
 def test_logs_and_unknown_process(make_session):
     session = make_session()
     session.step()
-    assert isinstance(session.logs("rollout-0", tail_lines=5), str)
+    assert isinstance(session.logs("rollout-0", tail=5), str)
     with pytest.raises(KeyError, match="rewards, rollout-0, trainer-0"):
         session.logs("rollout-7")
 
@@ -133,3 +134,16 @@ def test_every_completion_is_accounted_for(make_session):
     trained = [(e.period, g) for e in events_of(session, ev.MicroStep) for g in e.groups]
     assert dispatched == set(finished) == set(trained)
     assert len(finished) == len(set(finished)) == len(trained) == 12
+
+
+def test_several_updates_a_period_with_a_reference(make_session):
+    session = make_session(grpo=dataclasses.replace(SMALL, num_iterations=2, beta=0.1))
+    session.run(2).wait()
+    steps = events_of(session, ev.MicroStep)
+    for period in (0, 1):
+        first = [(e.index, e.groups) for e in steps if (e.period, e.iteration) == (period, 0)]
+        second = [(e.index, e.groups) for e in steps if (e.period, e.iteration) == (period, 1)]
+        assert first == second, "the second update sees the same micro-steps"
+    assert [e.version for e in events_of(session, ev.OptimizerStepped)] == [0, 1, 1, 2]
+    assert session.metrics[1]["kl"] > 0
+    assert "reference" in session.groups[0].completions[0].numbers
