@@ -25,7 +25,7 @@ from prl_notebook.attention.prefix import Prefix, split_group_backward
 TOLERANCE = 1e-10
 model_of = functools.cache(float64_model)
 quick = settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-thorough = settings(quick, max_examples=150)
+thorough = settings(quick, max_examples=30)
 
 
 def check(model, groups, layout, **options):
