@@ -10,7 +10,7 @@ import numpy as np
 
 from prl_notebook.engine.types import Completion, Group, GroupRequest, WeightsRef
 from prl_notebook.rollout.worker import GroupDone, LoadAck, WorkerEvent
-from prl_notebook.training.trainer import MicroStepReport, UpdateReport
+from prl_notebook.training.trainer import MicroStepReport, TokenDetail, UpdateReport
 
 
 def latency(request: GroupRequest, median: float) -> float:
@@ -57,7 +57,15 @@ class EmulatedTrainer:
 
     def accumulate(self, groups: list[Group], detail: bool = False) -> MicroStepReport:
         tokens = sum(g.tokens(shared_prompt=True) for g in groups)
-        return MicroStepReport([g.group for g in groups], tokens, tokens, 0.0, 0.0, True)
+        report = MicroStepReport([g.group for g in groups], tokens, tokens, 0.0, 0.0, True)
+        if detail:  # the trainer agrees with the sampler
+            for group in groups:
+                for k, completion in enumerate(group.completions):
+                    same, mask = completion.logprobs_R, np.ones(len(completion.ids_R), bool)
+                    report.detail.append(
+                        TokenDetail(group.group, k, same, same, None, same, None, same, 0.0, same, mask)
+                    )
+        return report
 
     def finish_update(self, last: bool = True) -> UpdateReport:
         self._version += 1
