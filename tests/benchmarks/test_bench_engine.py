@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from prl_notebook.bench import engine as bench
 
 
