@@ -86,3 +86,17 @@ class Period:
         self.trained = set()
         self.metrics = self.new_totals()
         return totals
+
+
+def open_period(unfinished: Period | None, number: int, version: int, held: int, groups: int, grpo: GRPO) -> Period:
+    """A new period of policy version `version`, for a trainer that holds version `held`.
+
+    Raises:
+        ValueError: the versions differ.
+        RuntimeError: an earlier period is unfinished.
+    """
+    if version != held:
+        raise ValueError(f"period {number} is of policy version {version}, but the trainer holds version {held}")
+    if unfinished is not None:
+        raise RuntimeError(f"period {unfinished.number} is unfinished; finish it or load a checkpoint first")
+    return Period(number, version, groups, grpo)

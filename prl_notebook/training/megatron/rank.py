@@ -44,7 +44,7 @@ from prl_notebook.training.megatron.patches import megatron_on, use_mindspeed
 from prl_notebook.training.megatron.tri_model import Pass, StageTriModel
 from prl_notebook.training.metrics import UpdateMetrics
 from prl_notebook.training.normalisers import denominator, sequence_weights
-from prl_notebook.training.period import Period
+from prl_notebook.training.period import Period, open_period
 from prl_notebook.training.tokens import loss_inputs, token_details
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail, UpdateReport
 from prl_notebook.weights import checksum, load_weights, publish
@@ -111,13 +111,7 @@ class MegatronTrainerRank:
             warn_about_kl(self.grpo)
 
     def begin_period(self, period: int, version: int, groups: int) -> None:
-        if version != self.version:
-            raise ValueError(
-                f"period {period} is of policy version {version}, but the trainer holds version {self.version}"
-            )
-        if self._period is not None:
-            raise RuntimeError(f"period {self._period.number} is unfinished; finish it or load a checkpoint first")
-        self._open(Period(period, version, groups, self.grpo))
+        self._open(open_period(self._period, period, version, self.version, groups, self.grpo))
         self._yardstick = None
         self.optimizer.clear()
 
