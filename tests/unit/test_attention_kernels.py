@@ -22,6 +22,7 @@ LAYOUTS = {
     "ragged": ragged([(9, [1, 12, 3, 11, 3, 10]), (1, [2, 7]), (5, [6])]),
     "padded rows": ragged([(9, [4, 2]), (3, [8]), (6, [1, 1, 1])], tokens_per_row=16),
     "longer than a query slice": ragged([(300, [300, 310]), (2, [5])]),
+    "longer than a causal block": ragged([(530, [3]), (2, [515, 600])]),
 }
 
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 QUERY_SLICE = 512
 """Queries per slice of the plain products; bounds the scores held at once."""
+CAUSAL_BLOCK = 256
+"""Causal spans are halved down to about this in the backward: PyTorch's CPU kernel computes blocks of 512 keys whole
+and masks them afterwards."""
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
@@ -38,12 +41,29 @@ def backward(
     lse_CLH: Tensor,
     causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """dq_CLHD, dk_CPHD, dv_CPHD of this part; o and lse are those of the whole softmax."""
+    if causal and q_CLHD.shape[1] >= 2 * CAUSAL_BLOCK:
+        return _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale)
     kernel = _flash_backward if q_CLHD.device.type == "cpu" else plain_backward
     do, q, k, v, o, lse = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH))
     dq, dk, dv = kernel(do, q, k, v, o, lse, causal, scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale: float) -> tuple[Tensor, ...]:
+    """Backward of a causal part from three: early queries and keys, late queries and keys, late queries on early keys."""
+    L = q_CLHD.shape[1]
+    early, late = slice(0, L // 2), slice(L // 2, L)
+
+    def of(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
+        do, q, o, lse = (x[:, queries] for x in (do_CLHD, q_CLHD, o_CLHD, lse_CLH))
+        return backward(do, q, k_CPHD[:, keys], v_CPHD[:, keys], o, lse, causal, scale)
+
+    (dq_early, dk_early, dv_early), (dq_late, dk_late, dv_late) = of(early, early, True), of(late, late, True)
+    dq_below, dk_below, dv_below = of(late, early, False)
+    halves = (dq_early, dq_late + dq_below), (dk_early + dk_below, dk_late), (dv_early + dv_below, dv_late)
+    return tuple(torch.cat(pair, 1) for pair in halves)
 
 
 def merge(a_CLHD: Tensor, a_lse_CLH: Tensor, b_CLHD: Tensor, b_lse_CLH: Tensor) -> tuple[Tensor, Tensor]:
