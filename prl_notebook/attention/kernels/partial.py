@@ -52,7 +52,7 @@ def backward(
 
 
 def _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale: float) -> tuple[Tensor, ...]:
-    """Backward of a causal part from three: early queries and keys, late queries and keys, late queries on early keys."""
+    """Backward of a causal part as that of three: early on early keys, late on late keys, late on all early keys."""
     L = q_CLHD.shape[1]
     early, late = slice(0, L // 2), slice(L // 2, L)
 
