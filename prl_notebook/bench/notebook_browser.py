@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -35,6 +36,9 @@ KERNEL = "window.jupyterapp?.shell?.currentWidget?.sessionContext?.session?.kern
 READY = f"""() => window.jupyterapp?.shell?.currentWidget?.context?.isReady && {KERNEL}?.status === 'idle'
     && ['notebook:run-all-cells', 'apputils:change-theme'].every(c => window.jupyterapp.commands.hasCommand(c))"""
 OUTPUTS = "[...document.querySelectorAll('.jp-OutputArea-output')]"
+CELLS = "[...window.jupyterapp.shell.currentWidget.content.model.cells]"
+ERROR = f"{CELLS}.flatMap(c => c.outputs?.toJSON() ?? []).find(o => o.output_type === 'error')"
+POLL_MS = 200
 START_SECONDS = 300
 """Patience with servers and pages on a machine that is busy otherwise."""
 
@@ -65,10 +69,29 @@ class NotebookPage:
         self.page.wait_for_function(f"() => {KERNEL}?.status === 'idle'", timeout=1000 * seconds)
 
     def wait_text(self, text: str, seconds: float = 120) -> None:
-        """Until an output contains `text`."""
-        self.page.wait_for_function(
-            f"text => {OUTPUTS}.some(e => e.innerText.includes(text))", arg=text, timeout=1000 * seconds
-        )
+        """Until an output contains `text`.
+
+        Raises:
+            RuntimeError: a cell failed; with its traceback.
+            playwright.sync_api.TimeoutError: no output contains it after `seconds`.
+        """
+        self._wait(f"text => {OUTPUTS}.some(e => e.innerText.includes(text)) || {ERROR}", seconds, text)
+
+    def wait_done(self, seconds: float = 120) -> None:
+        """Until every cell has run. Looks at the notebook and not at the page, so it costs the browser nothing.
+
+        Raises:
+            RuntimeError: a cell failed; with its traceback.
+            playwright.sync_api.TimeoutError: some have not after `seconds`.
+        """
+        self._wait(f"() => {CELLS}.every(c => c.executionCount !== null) || {ERROR}", seconds)
+
+    def _wait(self, condition: str, seconds: float, argument: Any = None) -> None:
+        # Not at every frame, as is Playwright's default: reading a page's text makes the browser lay it out.
+        found = self.page.wait_for_function(condition, arg=argument, timeout=1000 * seconds, polling=POLL_MS)
+        if (error := found.json_value()) is not True:
+            trace = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(error["traceback"]))
+            raise RuntimeError(f"a cell failed:\n{trace}")
 
     def outputs(self) -> str:
         """Text of all outputs."""

@@ -14,8 +14,9 @@ from prl_notebook.engine.run_state import RunState
 from prl_notebook.views.base import View, number, render
 
 WIDTH, HEIGHT = 300, 90
-MAX_POINTS = 240
-"""More periods than this are thinned; the first and the last point of a curve are always drawn."""
+MAX_POINTS = 80
+"""More periods than this are drawn as blocks of periods, each by its last value; the first period and the last one are
+always drawn."""
 MAX_SERIES = 6
 
 ZERO_LOSS = (
@@ -83,18 +84,19 @@ class Chart:
     series: list[Series]
 
 
-def charts(state: RunState) -> list[Chart]:
-    """Every logged metric, gathered into charts in the order of `CHARTS`."""
-    names = sorted({name for _, metrics in state.history for name in metrics})
+def charts(state: RunState, most: int = MAX_POINTS) -> list[Chart]:
+    """Every logged metric, gathered into charts in the order of `CHARTS`, with about `most` points or fewer each."""
+    points = _points(state, most)
+    names = sorted({name for _, metrics in points for name, value in metrics.items() if value is not None})
     found = []
     for section, title, patterns, note in CHARTS:
         matching = [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
         names = [n for n in names if n not in matching]
         found += [
-            Chart(section, title, note, [_series(state, n) for n in matching[i : i + MAX_SERIES]])
+            Chart(section, title, note, [_series(points, n) for n in matching[i : i + MAX_SERIES]])
             for i in range(0, len(matching), MAX_SERIES)
         ]
-    return found + [Chart("more", n, "", [_series(state, n)]) for n in names]
+    return found + [Chart("more", n, "", [_series(points, n)]) for n in names]
 
 
 def curves(state: RunState, parent: RunState | None = None) -> View:
@@ -107,8 +109,9 @@ def curves(state: RunState, parent: RunState | None = None) -> View:
         return View(
             render("empty", title="Curves", message="No period has finished yet."), "Curves: no finished period yet"
         )
+    before = _points(parent) if parent else []
     sections = [
-        (name, question, [_drawn(c, parent) for c in found if c.section == name])
+        (name, question, [_drawn(c, before) for c in found if c.section == name])
         for name, question in QUESTIONS.items()
         if any(c.section == name for c in found)
     ]
@@ -123,7 +126,7 @@ def curves_figure(state: RunState) -> Any:
     """The charts as one `plotly.graph_objects.Figure`, two columns, for zooming and reading values."""
     from plotly.subplots import make_subplots  # 4.8 MB of JavaScript come with it, so only on request
 
-    found = charts(state)
+    found = charts(state, most=max(1, len(state.history)))
     rows = max(1, math.ceil(len(found) / 2))
     figure = make_subplots(rows=rows, cols=2, subplot_titles=[c.title for c in found] or ["no finished period yet"])
     for i, chart in enumerate(found):
@@ -134,15 +137,29 @@ def curves_figure(state: RunState) -> Any:
     )
 
 
-def _series(state: RunState, name: str) -> Series:
-    points = [(period, metrics[name]) for period, metrics in state.history if metrics.get(name) is not None]
-    step = max(1, math.ceil(len(points) / MAX_POINTS))
-    thinned = points[:-1:step] + points[-1:]
-    return Series(name, [p for p, _ in thinned], [float(v) for _, v in thinned])
+def _points(state: RunState, most: int = MAX_POINTS) -> list[tuple[int, dict[str, float]]]:
+    """(period, metrics) of what is drawn."""
+    history = state.history
+    if len(history) <= most:
+        return list(history)
+    step = math.ceil(len(history) / most)
+    blocks = [history[:1], *(history[i : i + step] for i in range(1, len(history), step))]
+    merged = []
+    for block in blocks:
+        metrics: dict[str, float] = {}
+        for _, logged in block:
+            metrics |= logged  # so that a metric that is logged now and then is not missed
+        merged.append((block[-1][0], metrics))
+    return merged
 
 
-def _drawn(chart: Chart, parent: RunState | None) -> dict[str, Any]:
-    before = [_series(parent, s.name) for s in chart.series] if parent else []
+def _series(points: list[tuple[int, dict[str, float]]], name: str) -> Series:
+    logged = [(period, metrics[name]) for period, metrics in points if metrics.get(name) is not None]
+    return Series(name, [p for p, _ in logged], [float(v) for _, v in logged])
+
+
+def _drawn(chart: Chart, parent: list[tuple[int, dict[str, float]]]) -> dict[str, Any]:
+    before = [_series(parent, s.name) for s in chart.series]
     before = [s for s in before if s.periods]
     values = [v for s in chart.series + before for v in s.finite] or [0.0]
     low, high = min(values), max(values)
@@ -154,26 +171,29 @@ def _drawn(chart: Chart, parent: RunState | None) -> dict[str, Any]:
         "note": chart.note,
         "low": "" if flat else number(low),
         "high": number(high),
-        "parent": [_points(s, first, last, low, high, flat) for s in before],
+        "parent": [_path(s, first, last, low, high, flat) for s in before],
         "first": first,
         "last": last,
         "lines": [
-            (i, s.name, number(s.values[-1]), _points(s, first, last, low, high, flat))
+            (i, s.name, number(s.values[-1]), _path(s, first, last, low, high, flat))
             for i, s in enumerate(chart.series)
         ],
     }
 
 
-def _points(s: Series, first: int, last: int, low: float, high: float, flat: bool) -> str:
+def _path(s: Series, first: int, last: int, low: float, high: float, flat: bool) -> str:
     """SVG path; a single period becomes a short dash, a missing value a gap."""
+    across = WIDTH / max(1, last - first)
+    if flat and len(s.finite) == len(s.values) > 1:
+        return f"M{across * (s.periods[0] - first):.0f} {HEIGHT / 2}H{across * (s.periods[-1] - first):.0f}"
+    up = 0.0 if flat else HEIGHT / (high - low)
+    bottom = HEIGHT / 2 if flat else HEIGHT + low * up
     path, pen = [], "M"
     for period, value in zip(s.periods, s.values, strict=True):
         if not math.isfinite(value):
             pen = "M"
             continue
-        x = WIDTH * (period - first) / max(1, last - first)
-        y = HEIGHT / 2 if flat else HEIGHT * (1 - (value - low) / (high - low))
-        path.append(f"{pen}{x:.1f} {y:.1f}")
+        path.append(f"{pen}{across * (period - first):.0f} {bottom - up * value:.1f}")
         pen = "L"
     return "".join(path) + ("h6" if len(path) == 1 else "")
 

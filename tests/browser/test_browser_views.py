@@ -54,6 +54,15 @@ def test_mask_answers_to_hover(notebooks, shots, app):
         clean(nb)
 
 
+def test_a_cell_that_fails_ends_the_wait_for_it(notebooks):
+    with notebooks.open(["undefined_name", "1"]) as nb:
+        nb.run_all()
+        with pytest.raises(RuntimeError, match="NameError: name 'undefined_name' is not defined"):
+            nb.wait_text("never")
+        with pytest.raises(RuntimeError, match="NameError"):
+            nb.wait_done()
+
+
 def test_mask_of_4096_tokens_does_not_freeze(notebooks, shots):
     with notebooks.open([LAYOUT + HUGE]) as nb:
         nb.run_all()

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -20,6 +21,7 @@ from prl_notebook.views import analysis, terminal
 from prl_notebook.views.attention_mask import MAX_SHAPES, groups_of
 from prl_notebook.views.metric_curves import CHARTS, MAX_POINTS, charts
 from prl_notebook.views.scrub import KEPT_EVERY, Scrubber
+from prl_notebook.widgets.dashboard import run_views
 
 EVENTS = synthetic_events()
 FINISHED = state_of(EVENTS)
@@ -265,7 +267,27 @@ def test_a_thousand_periods_stay_small():
     history = tuple((i, dict(FINISHED.last_metrics)) for i in range(1000))
     view = views.curves(replace(FINISHED, history=history))
     assert max(len(s.periods) for c in charts(replace(FINISHED, history=history)) for s in c.series) <= MAX_POINTS + 1
-    assert len(view.body) < 300_000
+    assert len(view.body) < 60_000
+    assert len(views.curves_figure(replace(FINISHED, history=history)).data[0].x) == 1000, "all of them to zoom into"
+
+
+def test_a_metric_logged_now_and_then_is_drawn_in_a_long_run():
+    history = tuple((i, {"reward": 0.1} | ({"eval_reward": float(i)} if i % 97 == 96 else {})) for i in range(1000))
+    drawn = next(s for c in charts(replace(FINISHED, history=history)) for s in c.series if s.name == "eval_reward")
+    assert drawn.values == [float(i) for i in range(96, 1000, 97)]
+
+
+def test_a_thousand_periods_do_not_make_an_update_slower():
+    def cpu_seconds(periods):
+        history = tuple((i, dict(FINISHED.last_metrics)) for i in range(periods))
+        times = []
+        for _ in range(10):
+            start = time.thread_time()
+            run_views(replace(FINISHED, history=history))
+            times.append(time.thread_time() - start)
+        return min(times)
+
+    assert cpu_seconds(1000) < 2 * cpu_seconds(MAX_POINTS)
 
 
 def test_512_groups_stay_readable():
