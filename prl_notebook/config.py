@@ -225,10 +225,18 @@ class Weights:
     """How a policy version travels from the trainer to the rollout workers."""
 
     transfer: Literal["auto", "shared_memory", "nccl", "hccl"] = "auto"
-    """'auto': shared memory on one host with the embedded engines and on CPU, else the accelerator's own backend."""
+    """'shared_memory': a file in shared memory, on every kind of device; it also serves workers that are started again.
+    'nccl' (CUDA) and 'hccl' (Ascend): broadcast from device to device to vLLM workers on devices of their own, by
+    vLLM's and vllm-ascend's own backends. The group meets on a loopback port, and it cannot replace a member: a worker
+    that dies ends the run (Session.resume goes on). Not run on hardware, so 'auto' is 'shared_memory'."""
 
     def __post_init__(self) -> None:
         _choice("Weights.transfer", self.transfer, ("auto", "shared_memory", "nccl", "hccl"))
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether trainer and rollout workers form a group of their own for it."""
+        return self.transfer in ("nccl", "hccl")
 
 
 @dataclass(frozen=True)
@@ -255,7 +263,7 @@ class Run:
     stall_after: float = 30.0
     """Seconds without progress after which a notice names the groups that are waited for."""
     max_restarts: int = 3
-    """Deaths per background process that are repaired by starting it again, per period."""
+    """Deaths per background process that are repaired by starting it again, per period (see Weights.transfer)."""
 
     def __post_init__(self) -> None:
         _choice("Run.schedule", self.schedule, ("periodic", "synchronous"))
@@ -273,6 +281,13 @@ class Config:
     rewards: Rewards = field(default_factory=Rewards)
     weights: Weights = field(default_factory=Weights)
     run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        if self.weights.broadcast and self.rollout.engine != "vllm":
+            raise ValueError(
+                f"Weights.transfer={self.weights.transfer!r} needs Rollout(engine='vllm'), whose workers can join the "
+                f"trainer's group; with engine={self.rollout.engine!r} use 'auto'"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data; `Config.from_dict` reads it back."""

@@ -28,7 +28,7 @@ from prl_notebook.engine.records import GroupRecord
 from prl_notebook.engine.run_state import RunState, state_of
 from prl_notebook.engine.stepping import Breakpoint, Goal, Unit
 from prl_notebook.engine.verify import VerifyReport, verify
-from prl_notebook.rollout.vllm_setup import check_versions
+from prl_notebook.rollout.vllm_setup import check_transfer, check_versions
 from prl_notebook.runtime.device import plan_devices
 from prl_notebook.runtime.local import tail as last_lines
 from prl_notebook.tasks import resolve_task
@@ -204,6 +204,7 @@ class Session(RunViews):
         plan = plan_devices(config.run.devices, config.rollout, config.trainer)
         if config.rollout.engine == "vllm":
             check_versions(plan.rollout[0][0].kind)
+            check_transfer(config.weights.transfer, plan)
         source = PromptSource(task.rows, task.tokenizer, config.grpo, task.context_length)
         functions = pickle_functions(task.reward_funcs)
         self.run_dir = Path(run_dir) if run_dir else _new_run_dir(task.name)

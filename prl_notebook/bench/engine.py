@@ -89,6 +89,7 @@ def _measure(workers: int) -> tuple[float, float]:
             1,
             0,
             lambda: trainer.submit("publish", folder),
+            lambda: trainer.submit("send"),
             lambda ref: None,
             scorer.submit,
             queue.fail,

@@ -53,6 +53,9 @@ class _Slot:
     remote: Remote | None = None
     launched_at: float = 0.0
     deaths: int = 0
+    ready: bool = False
+    asked: int = -1
+    """version it was told to load"""
     version: int = -1
     """version it has acknowledged"""
     in_flight: dict[int, GroupRequest] = field(default_factory=dict)
@@ -68,16 +71,18 @@ class Producer(threading.Thread):
         groups_in_flight: int,
         max_restarts: int,
         republish: Callable[[], Future[WeightsRef]],
+        send: Callable[[], Future[None]],
         release: Callable[[WeightsRef], None],
         on_group: Callable[[Group], None],
         on_failure: Callable[[Exception], None],
         log: EventLog,
     ) -> None:
-        """`republish` writes the current policy version once more, for a worker that was started again; `release`
-        frees a published version when every worker has it; `on_group` takes finished groups."""
+        """`republish` writes the current policy version once more, for a worker that was started again; `send` has the
+        trainer broadcast a version while the workers load it (`WeightsRef.broadcast`); `release` frees a published
+        version when every worker has it; `on_group` takes finished groups."""
         super().__init__(name="producer", daemon=True)
         self._launch, self._capacity, self._max_restarts = launch, groups_in_flight, max_restarts
-        self._republish, self._release = republish, release
+        self._republish, self._send, self._release = republish, send, release
         self._on_group, self._on_failure, self._log = on_group, on_failure, log
         self._slots = [_Slot(i) for i in range(workers)]
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -163,12 +168,20 @@ class Producer(threading.Thread):
     def _begin_fence(self, ref: WeightsRef, fence: Future[None]) -> None:
         self._ref, self._fence, self._version = ref, fence, ref.version
         for slot in self._slots:
-            if slot.remote and slot.remote.ready.done():
-                self._load(slot)
+            slot.asked = slot.version = -1
+        self._load_where_ready(ref)
 
-    def _load(self, slot: _Slot) -> None:
-        ref = self._ref
-        assert ref is not None
+    def _load_where_ready(self, ref: WeightsRef) -> None:
+        due = [slot for slot in self._slots if slot.ready and slot.asked != ref.version]
+        if ref.broadcast:
+            if len(due) < len(self._slots):
+                return  # a broadcast needs everybody at once
+            self._send().add_done_callback(lambda sent: self._inbox.put(lambda: sent.result()))
+        for slot in due:
+            self._load(slot, ref)
+
+    def _load(self, slot: _Slot, ref: WeightsRef) -> None:
+        slot.asked = ref.version
         self._call(slot, "load", ref, then=lambda ack: self._loaded(slot, ref, ack))
 
     def _loaded(self, slot: _Slot, ref: WeightsRef, ack: LoadAck) -> None:
@@ -192,7 +205,7 @@ class Producer(threading.Thread):
 
     def _start_worker(self, slot: _Slot) -> None:
         slot.launched_at = time.perf_counter()
-        slot.version = -1
+        slot.ready, slot.asked, slot.version = False, -1, -1
         remote = self._launch(
             slot.index,
             lambda event: self._inbox.put(lambda: self._worker_event(slot, remote, event)),
@@ -208,8 +221,9 @@ class Producer(threading.Thread):
             return
         seconds = time.perf_counter() - slot.launched_at
         self._log.emit(ProcessStarted(name=remote.name, pid=remote.pid, seconds=seconds))
+        slot.ready = True
         if self._ref:
-            self._load(slot)
+            self._load_where_ready(self._ref)
         elif self._version >= 0 and not self._republishing:
             self._republishing = True
             self._republish().add_done_callback(lambda f: self._inbox.put(lambda: self._republished(f)))
@@ -220,9 +234,7 @@ class Producer(threading.Thread):
         if ref.version != self._version or self._ref:
             return  # a newer version is on its way to every worker
         self._ref = ref
-        for slot in self._slots:
-            if slot.version != ref.version and slot.remote and slot.remote.ready.done():
-                self._load(slot)
+        self._load_where_ready(ref)
 
     def _worker_event(self, slot: _Slot, remote: Remote, event: RowsDone | GroupDone) -> None:
         if slot.remote is not remote:

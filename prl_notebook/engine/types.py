@@ -99,10 +99,18 @@ class Group:
 
 @dataclass(frozen=True)
 class WeightsRef:
-    """A published policy version: a safetensors file (usually in shared memory) and what must arrive."""
+    """A published policy version: a safetensors file (usually in shared memory) and what must arrive.
+
+    Or the announcement (.json) of a version that the trainer broadcasts to the workers (weights/broadcast.py).
+    """
 
     version: int
     path: str
     checksum: str
-    """xxh3-64 over all tensors, in name order (weights.checksum)."""
+    """xxh3-64 over all tensors, in name order (weights.checksum); of broadcast versions the first has one, else ''."""
     nbytes: int
+
+    @property
+    def broadcast(self) -> bool:
+        """Whether `Trainer.send` is to be called while the workers load it."""
+        return self.path.endswith(".json")

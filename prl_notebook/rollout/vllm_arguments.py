@@ -31,17 +31,7 @@ def end_ids(model_path: str) -> list[int]:
 
 
 def engine_arguments(model_path: str, config: Config, kind: str) -> dict[str, Any]:
-    """EngineArgs that make vLLM an exact sampler, overridden by Rollout.options.
-
-    Raises:
-        NotImplementedError: for Weights.transfer='nccl' or 'hccl'. vLLM and vllm-ascend have such backends, but their
-            sending end belongs into the trainer's processes, where nothing could be tried without the hardware.
-    """
-    if config.weights.transfer in ("nccl", "hccl"):
-        raise NotImplementedError(
-            f"Weights.transfer={config.weights.transfer!r} is not there yet for vLLM; 'auto' hands weights over in a "
-            "file, in shared memory on one host, and works with every kind of device"
-        )
+    """EngineArgs that make vLLM an exact sampler, overridden by Rollout.options."""
     model, grpo, rollout = AutoConfig.from_pretrained(model_path).get_text_config(), config.grpo, config.rollout
     context = model.max_position_embeddings
     if grpo.max_prompt_length is not None:
@@ -57,7 +47,7 @@ def engine_arguments(model_path: str, config: Config, kind: str) -> dict[str, An
         "enable_prefix_caching": True,
         "async_scheduling": False,  # a step returns its own tokens, so abort and load leave nothing behind
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": WEIGHTS_BACKEND},
+        "weight_transfer_config": {"backend": config.weights.transfer if config.weights.broadcast else WEIGHTS_BACKEND},
         "worker_extension_cls": WORKER_EXTENSION,
     } | rollout.options
     if kind == "cpu":

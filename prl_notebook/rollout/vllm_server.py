@@ -82,12 +82,13 @@ class VllmServerWorker:
                 f"{self.version}; let them finish or abort() first"
             )
         self.version = None
+        self._post("/collective_rpc", {"method": "expect_policy"})
         self._post("/start_weight_update")
         self._post("/update_weights", {"update_info": asdict(ref)})
         self._post("/finish_weight_update", {"weight_version": str(ref.version)})
+        (checksum,) = set(self._post("/collective_rpc", {"method": "settle_policy"})["results"])
         if not self._post("/reset_prefix_cache")["success"]:
             raise RuntimeError(f"{self._url} kept key-value blocks of the policy before version {ref.version}")
-        (checksum,) = set(self._post("/collective_rpc", {"method": "policy_checksum"})["results"])
         self.version = int(self._get("/weight_info")["weight_version"])
         return LoadAck(self.version, checksum, time.perf_counter() - start)
 

@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from prl_notebook.config import Config
-from prl_notebook.runtime.device import parse_devices
+from prl_notebook.runtime.device import DevicePlan, parse_devices
 
 CHECKED = ("torch", "transformers", "torch-npu")
 INSTALL = {
@@ -24,6 +24,8 @@ INSTALL = {
     "vllm-ascend": "pip install --no-deps vllm==0.23.0 && pip install 'prl-notebook[ascend]'",
 }
 """By the distribution that decides which versions fit."""
+BROADCAST_KINDS = {"nccl": "cuda", "hccl": "npu"}
+"""By Weights.transfer: the devices it is for."""
 
 
 class VersionMix(RuntimeError):
@@ -88,6 +90,28 @@ def check_torchvision() -> None:
         ) from error
 
 
+def check_transfer(transfer: str, plan: DevicePlan) -> None:
+    """Whether weights can be broadcast between the planned devices.
+
+    Raises:
+        ValueError: naming Weights.transfer and what to use instead.
+    """
+    if transfer not in BROADCAST_KINDS:
+        return
+    kind = plan.trainer[0].kind
+    if kind != BROADCAST_KINDS[transfer]:
+        others = [name for name, wanted in BROADCAST_KINDS.items() if wanted == kind]
+        raise ValueError(
+            f"Weights.transfer={transfer!r} is for {BROADCAST_KINDS[transfer]} devices, this run is on {kind}; use "
+            f"{' or '.join(map(repr, ['auto', *others]))}"
+        )
+    if plan.shared:
+        raise ValueError(
+            f"Weights.transfer={transfer!r} sends weights from the trainer's device to others, but rollout and trainer "
+            f"share {plan.trainer[0]}; use 'auto', or name more devices"
+        )
+
+
 def worker_environment(config: Config) -> dict[str, str]:
     """Variables that vLLM reads while it is imported, for the environment of a worker's process; the user's own win."""
     variables = {
@@ -95,7 +119,10 @@ def worker_environment(config: Config) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
-    if parse_devices(config.run.devices)[0].kind == "cpu":
+    kind = parse_devices(config.run.devices)[0].kind
+    if kind == "npu":
+        variables["VLLM_ASCEND_ENABLE_NZ"] = "0"  # vllm-ascend updates no weights in the NZ format
+    if kind == "cpu":
         variables |= {
             "TORCHDYNAMO_DISABLE": "1",  # enforce_eager alone leaves half a minute of compilation at the first prompt
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers side by side would all bind to the same cores

@@ -2,8 +2,10 @@
 
 vLLM's weight-transfer API (vllm.distributed.weight_transfer) has backends for NCCL and CUDA IPC, none for CPU. The one
 registered here as `prl_safetensors` maps a file published by `weights/` into the model, on any device of a host that
-sees the file. Importing this module imports vllm, so only rollout workers and vLLM's own processes do (as
-`worker_extension_cls`).
+sees the file. Whatever the backend, the worker extension completes an update and compares what arrived with what the
+engine computes with. Importing this module imports vllm, so only rollout workers and vLLM's own processes do (as
+`worker_extension_cls`). vllm-ascend 0.23 has the weight-transfer API of an older vLLM, which differs where noted; it
+was read, not run.
 
 Left out on purpose: reading back tensor-parallel shards and fused experts. Those are reported as unverified, and what
 stands behind them is the log-prob guard (rollout/guard.py).
@@ -14,12 +16,13 @@ Shapes: N output and K input features of a matrix, J of the K that are compared.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -31,6 +34,8 @@ from prl_notebook.weights import WeightsMismatch, checksum, open_version
 
 SAMPLED_FEATURES = 8
 """Input features of a packed matrix compared after the first update; an optimizer step changes all of them."""
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 log = logging.getLogger(__name__)
 
@@ -55,47 +60,76 @@ class SafetensorsTransfer(WeightTransferEngine[NoInit, PublishedVersion]):
 
     init_info_cls = NoInit
     update_info_cls = PublishedVersion
-    defers_processing = True  # nothing asynchronous here; vLLM would otherwise synchronise an accelerator the CPU lacks
-
-    published: Mapping[str, torch.Tensor]
-    checksum = ""
-    updates = 0
 
     def init_transfer_engine(self, init_info: NoInit) -> None:
         pass
 
-    def start_weight_update(self) -> None:
-        self.checksum = ""
+    def start_weight_update(self) -> None:  # in the older API, the worker does this and finish_weight_update itself
         initialize_layerwise_reload(self.model)
 
-    def receive_weights(self, update_info: PublishedVersion) -> None:
-        self.published = open_version(WeightsRef(**vars(update_info)))
-        self.model.load_weights(self.published.items())
+    def receive_weights(self, update_info: PublishedVersion, load_weights: LoadWeights | None = None) -> None:
+        """`load_weights` is what the older API hands over."""
+        ref = WeightsRef(update_info.version, update_info.path, update_info.checksum, update_info.nbytes)
+        (load_weights or self.model.load_weights)(open_version(ref).items())
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        for head in tied_heads(self.model).values():
-            # On CPU vLLM packs each matrix for oneDNN when its layer is loaded. A tied lm_head receives no weight of
-            # its own in a reload, so its packed copy would silently stay at the old policy (vLLM 0.32).
-            head.quant_method.process_weights_after_loading(head)
-        sampled = SAMPLED_FEATURES if self.updates else None
-        verify(self.model, self.published, self.parallel_config.tensor_parallel_size, sampled)
-        self.checksum = checksum(self.published)
-        self.published = {}
-        self.updates += 1
 
     def shutdown(self) -> None:
         pass
 
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Of the older API, abstract there. Files are published by weights/store.py."""
+        raise NotImplementedError
+
 
 class WorkerExtension:
-    """Mixed into vLLM's worker class: importing it registers the backend, and it answers `policy_checksum`."""
+    """Mixed into vLLM's worker class: importing it registers the backend; it frames every weight update."""
 
-    weight_transfer_engine: SafetensorsTransfer
+    vllm_config: VllmConfig
+    model_runner: Any
+    weight_transfer_engine: WeightTransferEngine
+    policy_updates = 0
+    policy_arrived: dict[str, torch.Tensor] | None = None
+    """the tensors of the update under way, on the CPU; None where they are not kept"""
 
-    def policy_checksum(self) -> str:
-        """Checksum of the policy version that stands in this worker, '' before the first."""
-        return self.weight_transfer_engine.checksum
+    def expect_policy(self) -> None:
+        """Before start_weight_update: keep what arrives. Of a broadcast, the first version alone: it costs a copy."""
+        if self.policy_updates and not isinstance(self.weight_transfer_engine, SafetensorsTransfer):
+            return
+        model = self.model_runner.get_model()
+        load_weights: LoadWeights = model.load_weights
+        arrived: dict[str, torch.Tensor] = {}
+        self.policy_arrived = arrived
+
+        def keeping(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:
+            pairs = list(weights)
+            arrived.update((name, tensor.cpu()) for name, tensor in pairs)
+            return load_weights(pairs)
+
+        model.load_weights = keeping
+
+    def settle_policy(self) -> str:
+        """After finish_weight_update: what vLLM leaves out, and proof. Returns the checksum of what was kept, else ''.
+
+        Raises:
+            WeightsMismatch: see `verify`.
+        """
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            for head in tied_heads(model).values():
+                # On CPU vLLM packs each matrix for oneDNN when its layer is loaded. A tied lm_head receives no weight
+                # of its own in a reload, so its packed copy would silently stay at the old policy (vLLM 0.32).
+                head.quant_method.process_weights_after_loading(head)
+        arrived, self.policy_arrived = self.policy_arrived, None
+        if arrived is None:
+            return ""
+        del model.load_weights  # the one of the class is left
+        sampled = SAMPLED_FEATURES if self.policy_updates else None
+        verify(model, arrived, self.vllm_config.parallel_config.tensor_parallel_size, sampled)
+        self.policy_updates += 1
+        return checksum(arrived)
 
 
 def verify(

@@ -24,6 +24,7 @@ from prl_notebook.rollout.vllm_arguments import end_ids, engine_arguments
 from prl_notebook.rollout.vllm_setup import check_torchvision, check_versions
 from prl_notebook.rollout.worker import LoadAck, WorkerEvent
 from prl_notebook.runtime.device import parse_devices
+from prl_notebook.weights.broadcast import receiver_infos
 
 
 @dataclass
@@ -61,8 +62,10 @@ class VllmWorker:
         self._end_ids = end_ids(model_path)
         self._rows: dict[str, _Row] = {}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(model_path, config, kind)))
-        self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self._context = self._engine.model_config.max_model_len
+        self._first_rank = 1 + index * self._engine.vllm_config.parallel_config.world_size
+        """of this worker's processes in the trainer's group, if weights are broadcast; the trainer is 0"""
+        self._joined = False
 
     @property
     def has_work(self) -> bool:
@@ -82,14 +85,18 @@ class VllmWorker:
                 f"{self.version}; let them finish or abort() first"
             )
         self.version = None
+        init, update = receiver_infos(ref, self._first_rank) if ref.broadcast else ({}, asdict(ref))
+        if not self._joined:
+            self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": init})
+            self._joined = True
+        self._engine.collective_rpc("expect_policy")
         self._engine.collective_rpc("start_weight_update")
-        self._engine.collective_rpc("update_weights", kwargs={"update_info": asdict(ref)})
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": update})
         self._engine.collective_rpc("finish_weight_update")
-        self._engine.set_weight_version(str(ref.version))
+        (checksum,) = set(self._engine.collective_rpc("settle_policy"))
         if not self._engine.reset_prefix_cache():
             raise RuntimeError(f"vLLM kept key-value blocks of the policy before version {ref.version}")
-        (checksum,) = set(self._engine.collective_rpc("policy_checksum"))
-        self.version = int(self._engine.get_weight_version())
+        self.version = ref.version
         return LoadAck(self.version, checksum, time.perf_counter() - start)
 
     def submit(self, request: GroupRequest) -> None:

@@ -66,9 +66,9 @@ class Device:
 def environment(devices: Sequence[Device]) -> dict[str, str]:
     """Variables for a background process that shall see exactly these devices; it counts them from 0.
 
-    Gloo listens on the loopback interface only.
+    Collectives meet on the loopback interface only.
     """
-    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    variables = {f"{backend}_SOCKET_IFNAME": "lo" for backend in ("GLOO", "NCCL", "HCCL")}
     if devices and devices[0].kind != "cpu":
         name = VISIBLE[devices[0].kind]
         ours = [i for i in os.environ.get(name, "").split(",") if i]

@@ -31,7 +31,7 @@ from prl_notebook.training.period import Period, open_period
 from prl_notebook.training.tokens import loss_inputs, token_details
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail, Trainer, UpdateReport
 from prl_notebook.training.tri_model import TriLogprobs, TriModel, TriPrefix, load_model
-from prl_notebook.weights import checksum, load_weights, named_weights, publish
+from prl_notebook.weights import checksum, load_weights, named_weights, transfer_of
 
 
 class TorchTrainer(Trainer):
@@ -60,6 +60,7 @@ class TorchTrainer(Trainer):
         self._reference_path = Path(reference_path or model_path)
         self.models = TriModel(model_path, config, reference_path or model_path, self.device)
         self.optimizer = Optimizer(self.models.policy, self.grpo)
+        self._transfer = transfer_of(config, self.device)
         self._dims = ModelDims.from_model(self.models.policy) if self.models.shares_prompts else None
         self._period: Period | None = None
         self._yardstick: dict[str, torch.Tensor] | None = None
@@ -115,8 +116,10 @@ class TorchTrainer(Trainer):
         return UpdateReport(self.version, metrics)
 
     def publish(self, directory: str) -> WeightsRef:
-        dtype = getattr(torch, self.config.rollout.dtype)
-        return publish(named_weights(self.models.policy), self.version, directory, dtype)
+        return self._transfer.publish(named_weights(self.models.policy), self.version, directory)
+
+    def send(self) -> None:
+        self._transfer.send()
 
     def save(self, directory: Path) -> None:
         """Checkpoint between two periods.

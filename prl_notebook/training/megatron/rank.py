@@ -47,7 +47,7 @@ from prl_notebook.training.normalisers import denominator, sequence_weights
 from prl_notebook.training.period import Period, open_period
 from prl_notebook.training.tokens import loss_inputs, token_details
 from prl_notebook.training.trainer import MicroStepReport, TokenDetail, UpdateReport
-from prl_notebook.weights import checksum, load_weights, publish
+from prl_notebook.weights import checksum, load_weights, transfer_of
 
 
 def _on_device(method: Any) -> Any:
@@ -100,6 +100,7 @@ class MegatronTrainerRank:
         if self.device.type == "npu":
             use_mindspeed()
         self._cpu_group = parallel.start(rank, config.trainer, rendezvous, place, timeout)
+        self._transfer = transfer_of(config, self.device)
         self._period: Period | None = None
         self._loads: list[int] = []
         self._yardstick: dict[str, torch.Tensor] | None = None
@@ -161,7 +162,11 @@ class MegatronTrainerRank:
         weights = self._weights(self.parameters)
         if dist.get_rank():
             return None
-        return publish(weights, self.version, directory, getattr(torch, self.config.rollout.dtype))
+        return self._transfer.publish(weights, self.version, directory)
+
+    def send(self) -> None:
+        if dist.get_rank() == 0:  # which holds what all ranks have gathered
+            self._transfer.send()
 
     def save(self, directory: Path) -> None:
         """Checkpoint between two periods, in the format of the torch engine.
