@@ -440,7 +440,7 @@ class Session(RunViews):
         self._closed = True
         groups = self.groups
         self._finalizer()
-        (self.run_dir / "report.html").write_text(report_html(self.state, groups), encoding="utf-8")
+        (self.run_dir / "report.html").write_text(report_html(self.state, groups, self._dims()), encoding="utf-8")
 
     def __enter__(self) -> Session:
         return self

@@ -195,6 +195,20 @@ def pack(groups: Iterable[GroupLike], *, shared: bool, tokens_per_row: int | Non
     return _pack(_pieces(groups), shared, tokens_per_row)
 
 
+def repack(layout: Layout, *, shared: bool) -> Layout:
+    """The completions of a layout in the other layout, in one row if shared.
+
+    Parts of a group come together; completions keep their numbers.
+    """
+    pieces: dict[int, _Piece] = {}
+    for row, block in layout.iter_blocks():
+        ids_S = layout.input_ids_BS[row]
+        prompt_ids = ids_S[block.prompt_start : block.prompt_start + block.prompt_len].tolist()
+        piece = pieces.setdefault(block.group, _Piece(block.group, prompt_ids, []))
+        piece.responses.extend((r.completion, ids_S[r.start : r.start + r.length].tolist()) for r in block.responses)
+    return _pack([p._replace(responses=sorted(p.responses)) for p in pieces.values()], shared, None)
+
+
 def split(groups: Iterable[GroupLike], budget: int, *, shared: bool) -> list[Layout]:
     """Layouts of at most `budget` tokens each (padding included), a function of the inputs alone.
 

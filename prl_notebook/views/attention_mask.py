@@ -13,10 +13,12 @@ from typing import Any
 from markupsafe import Markup
 
 from prl_notebook.attention.costs import ModelDims, attention_pairs, flops
-from prl_notebook.attention.layout import Block, GroupLike, Layout, pack
+from prl_notebook.attention.layout import Block, Layout, pack, repack
 from prl_notebook.engine.records import GroupRecord
+from prl_notebook.engine.run_state import RunState
 from prl_notebook.views.base import View, plural, render
 
+NAMES = {"shared": "shared prompts", "separate": "separate rows"}
 MAX_SHAPES = 1200
 """Shapes one picture draws at most; the widget draws all."""
 
@@ -32,15 +34,19 @@ class Shape:
 
 
 def mask(layout: Layout, dims: ModelDims | None = None) -> View:
-    """Mask of a layout beside separate rows: tokens, position ids, pairs; with the model's `dims` operations too."""
-    separate = separate_rows(layout)
-    pictures = [_picture(layout)] + ([_picture(separate)] if separate is not layout else [])
-    rows = comparison(layout, separate, dims)
-    body = render("mask", pictures=pictures, facts=facts(layout, dims))
+    """Mask of a layout beside the other one: tokens, position ids, pairs; with the model's `dims` operations too."""
+    shared, separate = both_layouts(layout)
+    body = render(
+        "mask",
+        pictures=[_picture(shared, layout), _picture(separate, layout)],
+        kind=NAMES[layout.kind],
+        facts=facts(layout, dims),
+    )
     lines = [
-        f"Attention mask, {layout.kind} layout: {plural(layout.tokens, 'token')} in {plural(layout.shape[0], 'row')}"
+        f"Attention mask, {NAMES[layout.kind]}: {plural(layout.tokens, 'token')} in {plural(layout.shape[0], 'row')}"
     ]
-    lines += [f"  {name:<28} shared {a:>14}   separate rows {b:>14}   {ratio}" for name, a, b, ratio in rows]
+    rows = comparison(shared, separate, dims)
+    lines += [f"  {name:<30} shared prompts {a:>14}   separate rows {b:>14}   {ratio}" for name, a, b, ratio in rows]
     for row, block in layout.iter_blocks():
         spans = ", ".join(f"r{r.completion} {r.start}-{r.start + r.length - 1}" for r in block.responses)
         prompt_end = block.prompt_start + block.prompt_len - 1
@@ -48,54 +54,48 @@ def mask(layout: Layout, dims: ModelDims | None = None) -> View:
     return View(body, "\n".join(lines))
 
 
-def separate_rows(layout: Layout) -> Layout:
-    """The completions of a layout as one row each."""
-    return layout if layout.kind == "separate" else pack(groups_of(layout), shared=False)
+def layout_of(records: Sequence[GroupRecord], state: RunState) -> Layout:
+    """The layout in which groups of one micro-step were trained; shared prompts where that is not known (any more)."""
+    period, index = records[0].period, records[0].micro_step
+    steps = [m for p in state.periods if p.period == period for m in p.micro_steps if m.index == index]
+    shared = steps[0].shared_prompt if steps else True
+    return pack([(r.group, r.prompt_ids, [c.ids for c in r.completions]) for r in records], shared=shared)
+
+
+def both_layouts(layout: Layout) -> tuple[Layout, Layout]:
+    """(shared prompts, separate rows) of the same completions; one of them is `layout` itself."""
+    if layout.kind == "shared":
+        return layout, repack(layout, shared=False)
+    return repack(layout, shared=True), layout
 
 
 def facts(layout: Layout, dims: ModelDims | None = None) -> Markup:
-    """The table under the mask: what this layout computes, and what separate rows would."""
-    return render("mask_facts", rows=comparison(layout, separate_rows(layout), dims))
+    """The table under the mask: what both layouts compute."""
+    return render("mask_facts", rows=comparison(*both_layouts(layout), dims))
 
 
-def comparison(layout: Layout, separate: Layout, dims: ModelDims | None) -> list[tuple[str, str, str, str]]:
-    """(quantity, this layout, separate rows, how many times fewer) rows of the table under the mask."""
+def comparison(shared: Layout, separate: Layout, dims: ModelDims | None) -> list[tuple[str, str, str, str]]:
+    """(quantity, shared prompts, separate rows, what sharing saves) rows of the table under the mask."""
     quantities = [
-        ("tokens computed", layout.shape[0] * layout.shape[1], separate.shape[0] * separate.shape[1]),
-        (
-            "of them padding",
-            layout.shape[0] * layout.shape[1] - layout.tokens,
-            separate.shape[0] * separate.shape[1] - separate.tokens,
-        ),
-        ("attention pairs", attention_pairs(layout), attention_pairs(separate)),
+        ("tokens computed", *(x.shape[0] * x.shape[1] for x in (shared, separate))),
+        ("of them padding", *(x.shape[0] * x.shape[1] - x.tokens for x in (shared, separate))),
+        ("attention pairs", attention_pairs(shared), attention_pairs(separate)),
     ]
     if dims:
-        quantities.append(("operations, forward + backward", flops(layout, dims), flops(separate, dims)))
-    return [
-        (
-            name,
-            _count(a),
-            _count(b),
-            f"{b / a:.2f}x fewer" if a and b > a else "" if b >= a else f"{a / b:.2f}x more" if b else "",
-        )
-        for name, a, b in quantities
-    ]
+        quantities.append(("FLOPs, forward + backward", flops(shared, dims), flops(separate, dims)))
+    return [(name, _count(a), _count(b), _saved(a, b)) for name, a, b in quantities]
+
+
+def _saved(shared: int, separate: int) -> str:
+    if shared == separate:
+        return "the same"
+    if not shared or not separate:
+        return f"{_count(abs(separate - shared))} {'fewer' if separate > shared else 'more'}"
+    return f"{separate / shared:.2f}x fewer" if separate > shared else f"{shared / separate:.2f}x more"
 
 
 def _count(value: int) -> str:
     return f"{value:,}" if value < 10**9 else f"{value:.3g}"
-
-
-def groups_of(layout: Layout) -> list[GroupLike]:
-    """The groups a layout was packed from; a group that was cut into parts comes back as parts."""
-    return [
-        (
-            block.group,
-            layout.input_ids_BS[row, block.prompt_start : block.prompt_start + block.prompt_len].tolist(),
-            [layout.input_ids_BS[row, r.start : r.start + r.length].tolist() for r in block.responses],
-        )
-        for row, block in layout.iter_blocks()
-    ]
 
 
 def mask_data(layout: Layout, records: Sequence[GroupRecord] = ()) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def mask_data(layout: Layout, records: Sequence[GroupRecord] = ()) -> dict[str, 
     return {"kind": layout.kind, "rows": layout.shape[0], "width": layout.shape[1], "blocks": blocks, "texts": texts}
 
 
-def _picture(layout: Layout) -> dict[str, Any]:
+def _picture(layout: Layout, trained: Layout) -> dict[str, Any]:
     """Rows are drawn along one diagonal, each as wide as the layout, so that padding shows as empty space."""
     rows, width = layout.shape
     shapes: list[Shape] = []
@@ -129,7 +129,8 @@ def _picture(layout: Layout) -> dict[str, Any]:
         shapes += _shapes(block, row * width, rows * width, again=block.group in seen)
         seen.add(block.group)
     return {
-        "title": "Shared prompts" if layout.kind == "shared" else "Separate rows",
+        "title": NAMES[layout.kind].capitalize(),
+        "trained": layout is trained,
         "size": rows * width,
         "rows": rows,
         "shapes": shapes[:MAX_SHAPES],

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from prl_notebook import views
 from prl_notebook.attention.costs import ModelDims
-from prl_notebook.attention.layout import Layout, pack
+from prl_notebook.attention.layout import Layout
 from prl_notebook.engine.records import GroupRecord
 from prl_notebook.engine.run_state import RunState
+from prl_notebook.views.attention_mask import layout_of
 from prl_notebook.views.base import View
 from prl_notebook.views.token_colors import Color
 
@@ -73,13 +74,7 @@ class RunViews:
         """The packed micro-step in which a group was trained (or, before that, the group alone)."""
         record = self.inspect(group)
         together = [r for r in self.groups if record.micro_step is not None and r.micro_step == record.micro_step]
-        period = self.state.current
-        shared = True
-        if period is not None and record.micro_step is not None:
-            shared = next((m.shared_prompt for m in period.micro_steps if m.index == record.micro_step), True)
-        return pack(
-            [(r.group, r.prompt_ids, [c.ids for c in r.completions]) for r in together or [record]], shared=shared
-        )
+        return layout_of(together or [record], self.state)
 
     def mask(self, group: int) -> MaskExplorer:
         """The attention mask of the micro-step in which a group was trained, to zoom into and point at."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import islice
 
-from prl_notebook.attention.layout import pack
+from prl_notebook.attention.costs import ModelDims
 from prl_notebook.engine.records import GroupRecord
 from prl_notebook.engine.run_state import DETAILED_PERIODS, RunState
-from prl_notebook.views.attention_mask import mask
+from prl_notebook.views.attention_mask import layout_of, mask
 from prl_notebook.views.base import CSS, View, render
 from prl_notebook.views.metric_curves import curves
 from prl_notebook.views.period_progress import progress, status
@@ -22,16 +21,17 @@ MAX_LANE_BARS = 3000
 MAX_MASK_TOKENS = 16384
 
 
-def report_html(state: RunState, records: Sequence[GroupRecord] = ()) -> str:
+def report_html(state: RunState, records: Sequence[GroupRecord] = (), dims: ModelDims | None = None) -> str:
     """A page with status, curves, timelines, queue, the mask of one micro-step, and a few groups in detail.
 
     Args:
         records: groups of any periods; the most instructive ones (most and least advantage spread) are shown.
+        dims: sizes of the model, to count operations.
     """
     groups_per_period = len(state.current.groups) if state.current else 1
     periods = max(1, min(DETAILED_PERIODS, MAX_LANE_BARS // (3 * groups_per_period)))
     views: list[View] = [status(state), progress(state), curves(state), timeline(state, periods), queue(state)]
-    views += _mask(records)
+    views += _mask(records, state, dims)
     for record in _instructive(records):
         views += [group(record), *_tokens(record, state)]
     title = f"prl run {state.run_dir}" if state.run_dir else "prl run"
@@ -55,25 +55,17 @@ def _tokens(record: GroupRecord, state: RunState) -> list[View]:
     return [tokens(record, best, color, loss_type)]
 
 
-def _mask(records: Sequence[GroupRecord]) -> list[View]:
+def _mask(records: Sequence[GroupRecord], state: RunState, dims: ModelDims | None) -> list[View]:
     """Mask of the last recorded micro-step, or of its first groups where it is huge."""
-    if not records:
-        return []
-    last = max(records, key=lambda r: (r.period, r.micro_step or 0))
-    together = (
-        r
-        for r in records
-        if (r.period, r.micro_step) == (last.period, last.micro_step) and any(c.ids for c in r.completions)
-    )
     chosen: list[GroupRecord] = []
     size = 0
-    for record in islice(together, MAX_GROUPS * 4):
+    last = max(((r.period, r.micro_step or 0) for r in records), default=None)
+    for record in [r for r in records if (r.period, r.micro_step or 0) == last][: MAX_GROUPS * 4]:
         size += len(record.prompt_ids) + sum(len(c.ids) for c in record.completions)
         if chosen and size > MAX_MASK_TOKENS:
             break
         chosen.append(record)
-    layout = pack([(r.group, r.prompt_ids, [c.ids for c in r.completions if c.ids]) for r in chosen], shared=True)
-    return [mask(layout)] if chosen else []
+    return [mask(layout_of(chosen, state), dims)] if chosen else []
 
 
 def _settings(state: RunState) -> list[tuple[str, str]]:

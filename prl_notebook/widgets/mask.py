@@ -11,7 +11,7 @@ from prl_notebook.attention.costs import ModelDims
 from prl_notebook.attention.layout import Layout
 from prl_notebook.engine.records import GroupRecord
 from prl_notebook.views import View, mask
-from prl_notebook.views.attention_mask import facts, mask_data, separate_rows
+from prl_notebook.views.attention_mask import both_layouts, facts, mask_data
 from prl_notebook.views.base import CSS
 from prl_notebook.widgets.bundle import Bundled, static
 
@@ -29,10 +29,11 @@ class MaskExplorer(Bundled, anywidget.AnyWidget):
             records: groups of the layout, for the text of their tokens.
             dims: sizes of the model, to count operations.
         """
-        separate = separate_rows(layout)
+        shared, separate = both_layouts(layout)
         super().__init__(
             data={
-                "shared": mask_data(layout, records) if layout.kind == "shared" else None,
+                "kind": layout.kind,
+                "shared": mask_data(shared, records),
                 "separate": mask_data(separate, records),
                 "facts": str(facts(layout, dims)),
             }

@@ -33,6 +33,7 @@ def test_a_session_and_its_replay_show_the_same(make_session):
     assert len(middle.state.history) < 2
     report = (session.run_dir / "report.html").read_text()
     assert len(report) < 3_000_000 and "<script" not in report
+    assert "Shared prompts" in report and "Separate rows" in report and "FLOPs, forward + backward" in report
 
 
 def test_the_dashboard_s_menu_adds_ready_made_breakpoints(make_session):

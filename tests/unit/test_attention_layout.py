@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prl_notebook.attention.costs import ModelDims, attention_pairs, flop_ratio, flops, pays
-from prl_notebook.attention.layout import Layout, pack, split
+from prl_notebook.attention.layout import Layout, pack, repack, split
 from prl_notebook.attention.mask import dense_mask, tiles
 from prl_notebook.engine.types import Completion, Group
 
@@ -85,6 +85,19 @@ def test_split_keeps_every_completion_once_and_the_budget(groups, budget, shared
         assert rows * width <= budget or len(layout.sequences) == 1
     again = split(numbered, budget, shared=shared)
     assert [layout.to_dict() for layout in again] == [layout.to_dict() for layout in layouts]
+
+
+@given(groups_of_any_shape, st.booleans(), st.booleans())
+@quick
+def test_repacked_is_packed_the_other_way(groups, shared, before):
+    numbered = [(number, prompt, rs) for number, (_, prompt, rs) in enumerate(groups)]
+    other = repack(pack(numbered, shared=before), shared=shared)
+    assert other.to_dict() == pack(numbered, shared=shared).to_dict()
+
+
+def test_repacked_parts_of_a_group_keep_their_completion_numbers():
+    part = split([(0, [1, 2, 3, 4], [[5, 6], [7, 8], [9]])], budget=8, shared=True)[1]
+    assert repack(part, shared=False).sequences == ((0, 2),)
 
 
 def test_split_cuts_a_large_group_between_completions():

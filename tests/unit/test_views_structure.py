@@ -14,11 +14,12 @@ from rich.console import Console
 from synthetic_run import synthetic_events, synthetic_records
 
 from prl_notebook import views
+from prl_notebook.attention.costs import ModelDims
 from prl_notebook.attention.layout import pack
 from prl_notebook.engine import events as ev
 from prl_notebook.engine.run_state import RunState, reduce, state_of
 from prl_notebook.views import analysis, terminal
-from prl_notebook.views.attention_mask import MAX_SHAPES, groups_of
+from prl_notebook.views.attention_mask import MAX_SHAPES
 from prl_notebook.views.metric_curves import CHARTS, MAX_POINTS, charts
 from prl_notebook.views.scrub import KEPT_EVERY, Scrubber
 from prl_notebook.widgets.dashboard import run_views
@@ -224,12 +225,21 @@ def test_mask_compares_with_separate_rows():
     layout = pack([(0, range(10), [range(3), range(4)]), (1, range(5), [range(2)])], shared=True)
     view = views.mask(layout)
     Balanced(str(view.body))
-    assert "Shared prompts: 24 tokens" in view.body and "Separate rows: 42 tokens in 3 rows" in view.body
+    assert "Shared prompts (this micro-step): 24 tokens" in view.body and "Separate rows: 42 tokens in 3 rows" in view.body
     assert "group 0: prompt 0-9, r0 10-12, r1 13-16" in view.text
     shared, separate = 55 + 30 + 6 + 40 + 10 + 15 + 10 + 3, 55 + 30 + 6 + 55 + 40 + 10 + 15 + 10 + 3
-    assert re.search(rf"attention pairs +shared +{shared} +separate rows +{separate} ", view.text)
-    assert pack(groups_of(layout), shared=True).to_dict() == layout.to_dict()
-    assert "Shared prompts" not in views.mask(pack(groups_of(layout), shared=False)).body
+    assert re.search(rf"attention pairs +shared prompts +{shared} +separate rows +{separate} ", view.text)
+    assert "FLOPs" not in view.text
+
+
+def test_mask_of_separate_rows_is_beside_the_shared_layout():
+    groups = [(0, range(10), [range(3), range(4)]), (1, range(5), [range(2)])]
+    dims = ModelDims(layer_parameters=1000, attention_width=64, head_parameters=500)
+    shared, separate = (views.mask(pack(groups, shared=kind), dims) for kind in (True, False))
+    assert "Separate rows (this micro-step): 42 tokens in 3 rows" in separate.body
+    assert "Shared prompts: 24 tokens" in separate.body
+    table = lambda view: re.search("<table>.*</table>", view.body, re.DOTALL)[0]  # noqa: E731
+    assert table(shared) == table(separate) and "FLOPs, forward + backward" in table(shared)
 
 
 def test_terminal_view_renders_any_state():

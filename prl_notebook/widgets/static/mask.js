@@ -231,9 +231,8 @@ function render({ model, el }) {
   readout.textContent = "Point at a pair: down are queries, right are keys.\nDrag to move; double-click, +, or the wheel after a click to zoom; arrow keys step.\nThe bars at the edges show position ids.";
   const pictures = document.createElement("div");
   pictures.className = "prl-mask-pictures";
-  const shown = [["Shared prompts", data.shared], ["Separate rows", data.separate]]
-    .filter(([, layout]) => layout)
-    .map(([title, layout]) => new Picture(title, layout, readout));
+  const shown = [["Shared prompts", data.shared], ["Separate rows", data.separate]].map(([title, layout]) =>
+    new Picture(title + (layout.kind === data.kind ? " (this micro-step)" : ""), layout, readout));
   pictures.append(...shown.map((p) => p.el));
   const facts = document.createElement("div");
   facts.innerHTML = data.facts; // rendered and escaped by views
