@@ -76,9 +76,11 @@ def facts(layout: Layout, dims: ModelDims | None = None) -> Markup:
 
 def comparison(shared: Layout, separate: Layout, dims: ModelDims | None) -> list[tuple[str, str, str, str]]:
     """(quantity, shared prompts, separate rows, what sharing saves) rows of the table under the mask."""
+    both = (shared, separate)
+    computed, kept = [x.shape[0] * x.shape[1] for x in both], [x.tokens for x in both]
     quantities = [
-        ("tokens computed", *(x.shape[0] * x.shape[1] for x in (shared, separate))),
-        ("of them padding", *(x.shape[0] * x.shape[1] - x.tokens for x in (shared, separate))),
+        ("tokens computed", computed[0], computed[1]),
+        ("of them padding", computed[0] - kept[0], computed[1] - kept[1]),
         ("attention pairs", attention_pairs(shared), attention_pairs(separate)),
     ]
     if dims:

@@ -225,7 +225,8 @@ def test_mask_compares_with_separate_rows():
     layout = pack([(0, range(10), [range(3), range(4)]), (1, range(5), [range(2)])], shared=True)
     view = views.mask(layout)
     Balanced(str(view.body))
-    assert "Shared prompts (this micro-step): 24 tokens" in view.body and "Separate rows: 42 tokens in 3 rows" in view.body
+    assert "Shared prompts (this micro-step): 24 tokens" in view.body
+    assert "Separate rows: 42 tokens in 3 rows" in view.body
     assert "group 0: prompt 0-9, r0 10-12, r1 13-16" in view.text
     shared, separate = 55 + 30 + 6 + 40 + 10 + 15 + 10 + 3, 55 + 30 + 6 + 55 + 40 + 10 + 15 + 10 + 3
     assert re.search(rf"attention pairs +shared prompts +{shared} +separate rows +{separate} ", view.text)
