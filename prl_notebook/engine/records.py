@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 NUMBERS = ("sampler", "policy", "old", "reference", "ratio", "kl", "entropy", "loss")
-"""Per-token columns: log-probs under sampler, policy, old policy and reference; importance ratio; KL; entropy; share
-of the period's loss."""
+"""Per-token columns: log-probs under sampler, policy, old policy and reference; importance ratio; KL; entropy; the
+token's term of the loss's sum, before the period's normaliser."""
 
 
 @dataclass

@@ -20,8 +20,9 @@ always drawn."""
 MAX_SERIES = 6
 
 ZERO_LOSS = (
-    "A loss of 0 is expected here: with one update per period the ratio is exactly 1 and a group's advantages sum to "
-    "0, so the loss value vanishes while its gradient does not. Watch reward and grad_norm instead."
+    "A loss of 0 is expected here, and a negative one is no mistake: with one update per period the ratio is exactly "
+    "1, so the loss is minus the mean advantage, 0 where completions weigh the same and else a matter of their "
+    "lengths. Its gradient does not vanish: watch reward and grad_norm instead."
 )
 FIRST_RATIO = "Clip ratios stay 0 with num_iterations=1: the policy is still the one that sampled."
 
@@ -55,6 +56,7 @@ CHARTS: tuple[tuple[str, str, tuple[str, ...], str], ...] = (
     ("performance", "Queue depth", ("buffer_qsize",), ""),
     ("performance", "Parts of a period (s)", ("timing_s/*",), ""),
     ("performance", "Tokens so far", ("num_tokens",), ""),
+    ("performance", "Policy version", ("policy_version",), ""),
 )
 QUESTIONS = {
     "train": "Does it learn?",
@@ -170,7 +172,7 @@ def _drawn(chart: Chart, parent: list[tuple[int, dict[str, float]]]) -> dict[str
         "title": chart.title,
         "note": chart.note,
         "low": "" if flat else number(low),
-        "high": number(high),
+        "high": number(high) if flat or number(high) != number(low) else f"{number(low)} + {number(high - low)}",
         "parent": [_path(s, first, last, low, high, flat) for s in before],
         "first": first,
         "last": last,

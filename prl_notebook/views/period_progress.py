@@ -57,7 +57,7 @@ def progress(state: RunState) -> View:
         ("trained", "trained", period.count("trained")),
     ]
     completions = sum(g.done for g in period.groups)
-    left = analysis.remaining(period, state.periods[:-1], state.t)
+    left = time_left(period, state)
     metrics = _compared(state)
     body = render(
         "progress",
@@ -66,22 +66,25 @@ def progress(state: RunState) -> View:
         total=total,
         completions=f"{completions:,} of {plural(total * period.generations, 'completion')}",
         tokens=sum(g.tokens for g in period.groups),
-        left=time_left(period, left),
+        left=left,
         micro_steps=period.micro_steps[-SHOWN_MICRO_STEPS:],
         hidden=max(0, len(period.micro_steps) - SHOWN_MICRO_STEPS),
         metrics=metrics,
         last=state.history[-1][0] if state.history else None,
     )
     counts = ", ".join(f"{name} {done}/{total}" for name, _, done in meters)
-    lines = [f"Period {period.period}: {counts}; {time_left(period, left)}"]
+    lines = [f"Period {period.period}: {counts}; {left}"]
     lines += [f"  {name} {now} (before: {before})" for name, now, before, _ in metrics]
     return View(body, "\n".join(lines))
 
 
-def time_left(period: PeriodState, left: float | None) -> str:
+def time_left(period: PeriodState, state: RunState) -> str:
     """What is left of a period, in words."""
     if period.finished_t is not None:
         return f"finished in {seconds(period.finished_t - period.started_t)}"
+    if state.status in ("failed", "closed"):
+        return f"not finished: the run {'has failed' if state.status == 'failed' else 'was closed'}"
+    left = analysis.remaining(period, state.periods[:-1], state.t)
     return "time left not known yet" if left is None else f"about {seconds(left)} left"
 
 

@@ -92,9 +92,8 @@ def _tip(g: GroupState, period: PeriodState, now: float, late: bool) -> str:
     if g.dispatches > 1:
         parts.append(f"sent {g.dispatches} times (a worker died; same seeds)")
     if g.dispatched_t is not None:
-        parts.append(
-            f"generating for {seconds((g.finished_t or now) - g.dispatched_t)}" + (" (straggler)" if late else "")
-        )
+        verb = "generating for" if g.finished_t is None else "generated in"
+        parts.append(f"{verb} {seconds((g.finished_t or now) - g.dispatched_t)}" + (" (straggler)" if late else ""))
     if g.finish_reasons and (cut := g.finish_reasons.count("length")):
         parts.append(f"{cut} cut at the length limit")
     if g.scored_t is not None:

@@ -52,7 +52,7 @@ def _bars(period: PeriodState, state: RunState) -> Table:
         ("trained", period.count("trained")),
     ):
         table.add_row(name, ProgressBar(total=total, completed=done, width=40), f"{done}/{total}")
-    table.add_row("", time_left(period, analysis.remaining(period, state.periods[:-1], state.t)), "")
+    table.add_row("", time_left(period, state), "")
     return table
 
 

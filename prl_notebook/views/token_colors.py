@@ -17,7 +17,7 @@ Color = Literal["advantage", "loss", "ratio", "kl", "entropy", "policy", "old", 
 
 MEANING: dict[str, str] = {
     "advantage": "advantage of the completion (0 where the token is masked)",
-    "loss": "share of the period's loss",
+    "loss": "share of the loss (its term of the sum, before the period's normaliser)",
     "ratio": "importance ratio policy / old, as its distance from 1",
     "kl": "KL to the reference model",
     "entropy": "entropy of the policy's next-token distribution",
@@ -59,7 +59,8 @@ def tokens(record: GroupRecord, completion: int = 0, color: Color = "advantage",
                 _tip(c, i, masked),
             )
         )
-    order = np.argsort(-np.abs(np.nan_to_num(values)))[:SHOWN_EXTREMES]
+    differ = len(values) > 0 and np.nanmax(values) > np.nanmin(values)
+    order = np.argsort(-np.abs(np.nan_to_num(values)))[:SHOWN_EXTREMES] if differ else ()
     extremes = [
         (int(i), c.tokens[i].translate(VISIBLE).strip("\n"), number(float(values[i]))) for i in order if values[i]
     ]
@@ -84,8 +85,9 @@ def tokens(record: GroupRecord, completion: int = 0, color: Color = "advantage",
         f"{c.finish_reason}, reward {number(c.reward)}, advantage {number(c.advantage)}",
         f"prompt:     {record.prompt}",
         f"completion: {c.text}",
-        f"largest {color}: " + ", ".join(f"{text!r} {value}" for _, text, value in extremes),
     ]
+    if extremes:
+        lines.append(f"largest {color}: " + ", ".join(f"{text!r} {value}" for _, text, value in extremes))
     return View(body, "\n".join(lines))
 
 

@@ -115,7 +115,7 @@ def test_completions_and_replay(notebooks, shots):
         nb.run_all()
         nb.wait_text("finished in")
         nb.page.locator(".widget-dropdown select").nth(2).select_option("loss")
-        nb.wait_text("share of the period's loss under loss_type='dapo'")
+        nb.wait_text("before the period's normaliser) under loss_type='dapo'")
         token = nb.page.locator(".prl-tokens .token.pos, .prl-tokens .token.neg").nth(6)
         token.hover()
         tip = token.evaluate("e => getComputedStyle(e, '::after').content")

@@ -137,6 +137,8 @@ def test_progress_compares_with_the_period_before():
     assert f"trained {LIVE.current.count('trained')}/16" in view.text and "left" in view.text
     assert "reward" in view.text and "before" in view.text
     assert "finished in" in views.progress(FINISHED).text
+    closed = reduce(LIVE, ev.RunClosed(t=LIVE.t, version=3))
+    assert "not finished: the run was closed" in views.progress(closed).text
 
 
 def test_curves_say_that_a_loss_of_zero_is_expected():

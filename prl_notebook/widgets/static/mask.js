@@ -3,7 +3,7 @@
 // number of tokens. Rows of the layout lie along one diagonal, each as wide as the layout.
 
 const MARGIN = 30; // strips with the position ids, in CSS pixels
-const COLOURS = { prompt: "#0072b2", again: "#d55e00", even: "#e69f00", odd: "#009e73" };
+const COLOURS = { prompt: "--blue", again: "--red", even: "--orange", odd: "--green" }; // of the style sheet
 
 // Per flat token: number of its block (-1: padding), of its response in the block (-1: prompt), and its position id.
 export function index(layout) {
@@ -148,7 +148,8 @@ class Picture {
     if (!side) return;
     if (this.canvas.width !== Math.round(side * dpr)) this.canvas.width = this.canvas.height = Math.round(side * dpr);
     const g = this.canvas.getContext("2d"), ix = this.ix, cell = (side - MARGIN) / this.span;
-    const foreground = getComputedStyle(this.canvas).color;
+    const style = getComputedStyle(this.canvas), foreground = style.color;
+    const colour = Object.fromEntries(Object.entries(COLOURS).map(([part, name]) => [part, style.getPropertyValue(name)]));
     g.setTransform(dpr, 0, 0, dpr, 0, 0);
     g.clearRect(0, 0, side, side);
     const px = (k) => MARGIN + (k - this.x) * cell, py = (q) => MARGIN + (q - this.y) * cell;
@@ -167,12 +168,12 @@ class Picture {
         const top = Math.round(py(step > 1 ? at : q)); // whole pixels, or neighbours overlap in a seam
         g.fillRect(px(from), top, (to - from) * cell, Math.max(1, Math.round(py(q + 1)) - top));
       };
-      const own = r && (r.completion % 2 ? COLOURS.odd : COLOURS.even);
-      line(b.start, Math.min(q + 1, b.start + b.prompt), r ? own : b.again ? COLOURS.again : COLOURS.prompt, r ? 0.35 : 0.75);
+      const own = r && (r.completion % 2 ? colour.odd : colour.even);
+      line(b.start, Math.min(q + 1, b.start + b.prompt), r ? own : b.again ? colour.again : colour.prompt, r ? 0.35 : 0.75);
       if (r) line(r.start, q + 1, own, 0.85);
       if (step === 1) at = q; // start of the cell, so that every token is painted once
     }
-    this.labels(g, px, py, cell, foreground);
+    this.labels(g, px, py, cell, foreground, style.backgroundColor);
     if (this.q !== undefined) {
       g.globalAlpha = 0.25;
       g.fillStyle = foreground;
@@ -183,12 +184,14 @@ class Picture {
     this.positions(g, px, py, cell, side, foreground);
   }
 
-  labels(g, px, py, cell, foreground) {
+  labels(g, px, py, cell, foreground, background) {
     g.globalAlpha = 1;
-    g.fillStyle = foreground;
+    [g.fillStyle, g.strokeStyle, g.lineWidth, g.lineJoin] = [foreground, background, 3, "round"];
     g.font = "11px sans-serif";
     const label = (text, start, length) => {
-      if (length * cell > 9 * text.length) g.fillText(text, px(start) + 3, py(start + length) - 4);
+      if (length * cell <= 9 * text.length) return;
+      g.strokeText(text, px(start) + 3, py(start + length) - 4); // a halo, or it is hard to read on its tile
+      g.fillText(text, px(start) + 3, py(start + length) - 4);
     };
     for (const b of this.ix.blocks) {
       label(b.again ? "again" : `prompt ${b.group}`, b.start, b.prompt);
