@@ -14,11 +14,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import tempfile
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from prl_notebook.bench.periods import measured
 from prl_notebook.config import Config, Rollout, Run, Trainer
 from prl_notebook.tasks.tiny import tiny_preset
 
@@ -74,10 +73,5 @@ def schedule() -> dict[str, Any]:
 
 
 def _measure(config: Config, periods: int) -> list[dict[str, float]]:
-    """Metrics of `periods` periods after one warm-up period."""
-    from prl_notebook import Session
-
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    with tempfile.TemporaryDirectory() as folder, Session(run_dir=Path(folder) / "run", **sections) as session:
-        session.run(1 + periods).wait()
-        return session.metrics[1:]
+    return measured(periods, **sections)

@@ -4,11 +4,13 @@ One thread, one model (Qwen3-shaped, 3.3 million parameters), float32. Separate 
 scaled-dot-product attention, unpadded, with logits at response positions only, so the ratio shows the shared prompt
 and nothing else. Runs of both sides alternate and the fastest of each counts; time is the process's CPU time, which on
 one thread is wall time without the neighbours' share. Peak memory is what a forked child's resident set grows by in
-one forward and backward. Optimizer and data are left out.
+one forward and backward. Optimizer and data are left out there; `end_to_end` has them: whole periods of the bundled
+model behind a preamble of 512 tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import resource
 import sys
@@ -23,18 +25,23 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prl_notebook.attention.costs import ModelDims, flop_ratio
 from prl_notebook.attention.hf import logprobs
 from prl_notebook.attention.layout import Layout, pack
+from prl_notebook.bench.periods import measured
+from prl_notebook.config import Run, Trainer
+from prl_notebook.tasks.tiny import running_sum_reward, tiny_preset, tiny_rows
 
 POINTS = ((64, 64, 8), (256, 64, 8), (512, 64, 8), (1024, 64, 8), (1024, 64, 16), (2048, 32, 16), (256, 512, 8))
 """(prompt tokens P, completion tokens R, completions K)"""
 RUNS_AT_LEAST, SECONDS_PER_POINT = 2, 5.0
+PREAMBLE, END_TO_END_PROMPTS = 512, 16
 
 
 def shared_prompt(points: Sequence[tuple[int, int, int]] = POINTS) -> dict[str, Any]:
     """Measure every (P, R, K).
 
     Returns:
-        {"points": [{P, R, K, ratio, flop_ratio, peak_bytes_separate, peak_bytes_shared}]}; ratio is time of separate
-        rows over time with the shared prompt, flop_ratio the same of the operations needed.
+        {"points": [{P, R, K, ratio, flop_ratio, peak_bytes_separate, peak_bytes_shared}], "end_to_end": {preamble,
+        separate, shared, ratio}}; a point's ratio is time of separate rows over time with the shared prompt, flop_ratio
+        the same of the operations needed. End to end it is the trainer's completion tokens per second.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -43,9 +50,29 @@ def shared_prompt(points: Sequence[tuple[int, int, int]] = POINTS) -> dict[str, 
         groups = [_group(*point) for point in points]
         peaks = [[_in_child(_peak_bytes, group, shared) for shared in (False, True)] for group in groups]
         print("    P    R   K  ratio  of FLOPs  peak MiB separate  shared", file=sys.stderr)
-        return {"points": [_point(*each) for each in zip(points, groups, peaks, strict=True)]}
+        found = [_point(*each) for each in zip(points, groups, peaks, strict=True)]
     finally:
         torch.set_num_threads(threads)
+    return {"points": found, "end_to_end": _end_to_end()}
+
+
+def _end_to_end() -> dict[str, float]:
+    grpo = dataclasses.replace(tiny_preset().grpo, prompts_per_period=END_TO_END_PROMPTS)
+    rows, run = tiny_rows(preamble_tokens=PREAMBLE), Run(schedule="synchronous", checkpoint_every=0)
+    speeds = []
+    for shared in (False, "auto"):
+        trainer = Trainer(shared_prompt=shared, threads=1)
+        periods = measured(2, "tiny", rows, running_sum_reward, grpo=grpo, trainer=trainer, run=run)
+        tokens = sum(m["completions/mean_length"] for m in periods) * grpo.prompts_per_period * grpo.num_generations
+        speeds.append(tokens / sum(m["timing_s/training"] for m in periods))
+    separate, shared_prompt = speeds
+    print(f"end to end, tokens/s: {separate:.0f} separate, {shared_prompt:.0f} shared", file=sys.stderr)
+    return {
+        "preamble": PREAMBLE,
+        "separate": round(separate, 1),
+        "shared": round(shared_prompt, 1),
+        "ratio": round(shared_prompt / separate, 2),
+    }
 
 
 def _point(shape: tuple[int, int, int], group: tuple, peaks: list[int]) -> dict[str, Any]:

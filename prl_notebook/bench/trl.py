@@ -14,16 +14,17 @@ import subprocess
 import sys
 import tempfile
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from prl_notebook.bench.periods import measured
+from prl_notebook.config import Run
 from prl_notebook.tasks.tiny import tiny_model_path, tiny_preset, tiny_rows
 
 PREAMBLES = {16: 0, 256: 240, 1024: 1008}
 """prompt length -> tokens of the preamble"""
 PROMPTS, K, R = 16, 8, 64
-STEPS = 4
+STEPS = 3
 """measured optimizer steps, after one that warms up"""
 MICRO_BATCHES = (128, 32)
 """TRL's per_device_train_batch_size; the generation batch stays PROMPTS * K"""
@@ -44,17 +45,10 @@ def trl() -> dict[str, Any]:
 
 def _our_seconds(preamble: int) -> float:
     """Median seconds of a period."""
-    from prl_notebook import Run, Session
-
     grpo = dataclasses.replace(tiny_preset().grpo, prompts_per_period=PROMPTS, num_generations=K)
     rows = tiny_rows(preamble_tokens=preamble)
     run = Run(checkpoint_every=0, record_tokens=False)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Session("tiny", rows, _reward(), grpo=grpo, run=run, run_dir=Path(folder) / "run") as session,
-    ):
-        session.run(1 + STEPS).wait()
-        return median(m["step_time"] for m in session.metrics[1:])
+    return median(m["step_time"] for m in measured(STEPS, "tiny", rows, _reward(), grpo=grpo, run=run))
 
 
 def _trl_seconds(preamble: int, micro_batch: int) -> float:
