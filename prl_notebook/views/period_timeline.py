@@ -48,6 +48,8 @@ class Bar:
 @dataclass(frozen=True)
 class Lane:
     name: str
+    crowded: str
+    """says so where bars overlap"""
     height: int
     idle: str
     bars: list[Bar]
@@ -137,8 +139,10 @@ def _lane(
 ) -> Lane:
     rows: list[float] = []
     bars = []
+    hidden = 0
     for span in sorted(spans, key=lambda s: s.start):
         row = next((i for i, free in enumerate(rows) if free <= span.start + 1e-6), len(rows))
+        hidden += row == MAX_ROWS
         row = min(row, MAX_ROWS - 1)
         rows[row : row + 1] = [max(span.end, rows[row]) if row < len(rows) else span.end]
         bars.append(_span_bar(span, row, period, scale))
@@ -149,7 +153,8 @@ def _lane(
         tip = f"{name} waited {seconds(w.seconds)} for {w.reason}"
         bars.append(Bar(kind, left, width, 0, height, _fitting(kind if kind == "fence" else "idle", width), tip))
     idle = 1 - length(busy(spans, name)) / max(end - period.started_t, 1e-9)
-    return Lane(name, height, percent(max(0.0, idle)), bars)
+    crowded = f"{hidden} more in the last row" if hidden else ""
+    return Lane(name, crowded, height, percent(max(0.0, idle)), bars)
 
 
 def _span_bar(span: Span, row: int, period: PeriodState, scale: float) -> Bar:

@@ -12,7 +12,7 @@ STAGES = (
     ("waiting", "not sent to a worker yet"),
     ("generating", "a rollout worker samples it"),
     ("scoring", "complete; the reward process has it"),
-    ("queued", "scored; waits for the trainer"),
+    ("queued", "scored; waits for the trainer or for the end of its micro-step"),
     ("trained", "in the gradient"),
 )
 COMPACT_ABOVE = 64
@@ -60,7 +60,7 @@ def queue(state: RunState) -> View:
         stragglers=straggling,
         depth=_depth_path(period, state.t),
         depth_max=max((d for _, d in period.depth), default=0),
-        depth_now=period.count("queued"),
+        depth_now=period.depth[-1][1] if period.depth else 0,
         duration=seconds(analysis.end_of(period, state.t) - period.started_t),
         width=DEPTH_WIDTH,
         height=DEPTH_HEIGHT,

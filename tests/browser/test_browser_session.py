@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+import psutil
 import pytest
 from test_browser_dashboard import clean, pane
+
+from prl_notebook.engine import events as ev
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -36,7 +41,73 @@ def test_a_click_on_step_makes_one_period_and_pause_works(notebooks, shots, tmp_
         canvas = nb.page.locator("canvas").first
         canvas.scroll_into_view_if_needed()
         canvas.hover(position={"x": 60, "y": 60})
-        nb.wait_text("may")
+        readout = nb.page.locator(".prl-mask .readout").inner_text()
+        assert "query: token" in readout and "key: token" in readout and "may" in readout
         nb.page.click(".prl-stop")
         nb.wait_text("closed", seconds=60)
+        clean(nb)
+
+
+DEBUGGED = """
+from prl_notebook import Session, Trainer
+
+def nothing(completions, **_):
+    return [0.0] * len(completions)
+
+s = Session(
+    reward_funcs=nothing, run_dir={run_dir!r}, prompts_per_period=6, num_generations=2, max_completion_length=16,
+    trainer=Trainer(tokens_per_microstep=128),
+)
+s.dashboard()
+"""
+
+
+@pytest.mark.parametrize("app", ["lab", "notebook"])
+def test_single_steps_breakpoints_and_runs_are_exact(notebooks, shots, tmp_path, app):
+    path = tmp_path / "run" / "events.jsonl"
+
+    def happened(kind):
+        return [e for e in ev.read_events(path) if isinstance(e, kind)]
+
+    with notebooks.open([DEBUGGED.format(run_dir=str(path.parent))], app, height=1500) as nb:
+
+        def press(button, kind, count):
+            """Press a button; after it `count` more events of this kind have happened, and then it stands still."""
+            before, pauses = len(happened(kind)), len(happened(ev.Paused))
+            nb.page.click(f".prl-{button}")
+            deadline = time.monotonic() + 60
+            while len(happened(ev.Paused)) == pauses:
+                assert time.monotonic() < deadline, nb.outputs()
+                nb.page.wait_for_timeout(100)
+            nb.page.wait_for_timeout(700)
+            assert len(happened(kind)) == before + count
+
+        nb.run_all()
+        nb.wait_text("ready; next: period 0", seconds=180)
+        nb.page.wait_for_timeout(1500)  # the front end opens its comm subshell
+        unit, menu = nb.page.locator(".widget-dropdown select").all()
+
+        unit.select_option("group")
+        press("step", ev.MicroStep, 1)
+        press("step", ev.MicroStep, 1)
+        assert [len(step.groups) for step in happened(ev.MicroStep)] == [1, 1]
+        unit.select_option("microstep")
+        press("step", ev.MicroStep, 1)
+        assert len(happened(ev.MicroStep)[-1].groups) > 1, "as many groups as the token budget holds"
+        assert "next:" in pane(nb, "status")
+
+        menu.select_option("zero variance")
+        nb.wait_text("break on group: zero variance")
+        press("run", ev.PeriodFinished, 0)
+        nb.wait_text("paused at breakpoint zero variance")
+        assert "is scored; next: train it" in pane(nb, "status")
+        nb.page.screenshot(path=shots / f"breakpoint-{app}.png")
+        nb.page.locator(".widget-checkbox input").uncheck()
+        nb.page.locator("input[type=number]").fill("2")
+        nb.page.keyboard.press("Enter")
+        press("run", ev.PeriodFinished, 2)
+
+        nb.page.click(".prl-stop")
+        nb.wait_text("closed", seconds=60)
+        assert not [p.pid for p in happened(ev.ProcessStarted) if psutil.pid_exists(p.pid)]
         clean(nb)
