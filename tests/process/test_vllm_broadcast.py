@@ -20,7 +20,7 @@ import torch
 from small_runs import events_of, final_weights, required
 from vllm_cases import CONFIG, WorkerProcess, make_model, request, trainer_logprobs
 
-from prl_notebook import Rollout, Run, Session, Weights, session
+from prl_notebook import Rollout, Run, Session, Trainer, Weights, session
 from prl_notebook.engine import events as ev
 from prl_notebook.rollout.guard import mismatch_guard
 from prl_notebook.rollout.vllm_setup import worker_environment
@@ -89,6 +89,7 @@ def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sessions on CPU broadcast."""
     monkeypatch.setitem(launch.ROLLOUT_WORKERS, "vllm", "broadcast_stand_in:GlooVllmWorker")
     monkeypatch.setitem(launch.TRAINERS, "torch", "broadcast_stand_in:GlooTorchTrainer")
+    monkeypatch.setitem(launch.TRAINERS, "megatron", "broadcast_megatron:GlooMegatronRank")
     monkeypatch.setattr(session, "check_transfer", lambda transfer, plan: None)
 
 
@@ -111,6 +112,21 @@ def test_a_run_ends_in_the_same_weights_as_with_files(make_session, tmp_path, gl
     assert [e.version for e in acknowledged] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
     assert [bool(e.checksum) for e in acknowledged] == [True] * 2 + [False] * 14
     assert final_weights(by_broadcast) == final_weights(run(Weights()))
+
+
+def test_ranks_of_megatron_core_broadcast_what_they_gather(make_session, tmp_path, gloo) -> None:
+    required(importlib.util.find_spec("megatron") is not None, "megatron-core is not installed; see the README")
+    make_model(tmp_path / "model", tied=False)
+    running = make_session(
+        model=tmp_path / "model",
+        run=Run(devices="cpu"),
+        rollout=Rollout(engine="vllm"),
+        trainer=Trainer(engine="megatron", tensor_parallel=2),
+        weights=NCCL,
+    )
+    running.run(2).wait()
+    assert [m[MISMATCH] < 1e-4 for m in running.metrics] == [True] * 2
+    assert [e.version for e in events_of(running, ev.WeightsAcknowledged)] == [0, 1, 2]
 
 
 def test_a_worker_that_dies_ends_the_run(make_session, tmp_path, gloo) -> None:
