@@ -18,7 +18,7 @@ from small_runs import required
 from transformers import PreTrainedModel
 from vllm_cases import CONFIG, END_IDS, WorkerProcess, assert_same, change, make_model, request, trainer_logprobs
 
-from prl_notebook.config import Config, Rollout
+from prl_notebook.config import Config, Rollout, Run
 from prl_notebook.rollout.guard import mismatch_guard
 from prl_notebook.rollout.vllm_server import ServerError, VllmServerWorker, server_command
 from prl_notebook.runtime.local import LocalRuntime, RemoteError
@@ -129,6 +129,15 @@ def test_another_version_is_refused_over_http(served: Served) -> None:
     served.update()
     with pytest.raises(RemoteError, match=r"asks for policy version 99, but version \d+ is loaded"):
         served.worker.remote.call("submit", request(0, 99), timeout=60)
+
+
+def test_a_session_trains_on_a_server(served: Served, make_session) -> None:
+    """The server is there before the session and after it; its weights are the session's meanwhile."""
+    session = make_session(model=served.folder / "model", rollout=served.config.rollout, run=Run(devices="cpu"))
+    session.run(2).wait()
+    assert [m["sampling/sampling_logp_difference/max"] < 1e-4 for m in session.metrics] == [True] * 2
+    assert session.state.version == 2
+    served.update()
 
 
 def test_a_server_with_other_options_is_refused(served: Served) -> None:
