@@ -35,11 +35,11 @@ from prl_notebook.tasks import resolve_task
 from prl_notebook.tasks.datasets import PromptSource
 from prl_notebook.tasks.reward_process import pickle_functions
 from prl_notebook.tasks.rewards import check_functions
-from prl_notebook.views import report_html
+from prl_notebook.views import View, report_html
 from prl_notebook.views.of_run import RunViews
 
 if TYPE_CHECKING:
-    from prl_notebook.widgets import Dashboard
+    from prl_notebook.widgets import Dashboard, LiveView
 
 RewardFunctions = Callable[..., Any] | Sequence[Callable[..., Any]] | None
 
@@ -413,6 +413,14 @@ class Session(RunViews):
 
     def _shown(self) -> Dashboard:
         return self.dashboard()
+
+    def _view(self, draw: Callable[[RunState], View]) -> View:
+        def widget() -> LiveView:
+            from prl_notebook.widgets import LiveView
+
+            return LiveView(self.live, draw)
+
+        return draw(self.state) if self._closed else dataclasses.replace(draw(self.state), widget=widget)
 
     @property
     def pids(self) -> list[int]:

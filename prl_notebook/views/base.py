@@ -7,8 +7,8 @@ become markup. Left out on purpose: JavaScript. A view reads the same in a noteb
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
@@ -25,12 +25,16 @@ class View:
     body: Markup
     """HTML without the style sheet, for places that bring it once."""
     text: str
+    widget: Callable[[], Any] | None = field(default=None, compare=False)
+    """makes the widget that follows the run, for a view of a run that goes on"""
 
     @property
     def html(self) -> str:
         return f"<style>{CSS}</style>{self.body}"
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Any:
+        if self.widget:
+            return self.widget()._repr_mimebundle_()
         return {"text/html": self.html, "text/plain": self.text}
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,19 +47,19 @@ class RunViews:
     @property
     def queue(self) -> View:
         """Every group of the period on its way from waiting to trained."""
-        return views.queue(self.state)
+        return self._view(views.queue)
 
     def timeline(self, periods: int = 3) -> View:
         """Who was busy when, in the newest periods."""
-        return views.timeline(self.state, periods)
+        return self._view(lambda state: views.timeline(state, periods))
 
     def progress(self) -> View:
         """How far the period is, and the last period's metrics beside those of the one before."""
-        return views.progress(self.state)
+        return self._view(views.progress)
 
     def curves(self) -> View:
         """Metrics over periods; a fork's beside those of the run it came from."""
-        return views.curves(self.state, self.parent)
+        return self._view(lambda state: views.curves(state, self.parent))
 
     def group(self, group: int) -> View:
         """The K completions of a group side by side."""
@@ -88,6 +88,10 @@ class RunViews:
         """Sizes of the model, to count operations; None where its folder is gone (a run from another machine)."""
         folder = Path(self.state.model)
         return ModelDims.from_folder(folder) if (folder / "config.json").is_file() else None
+
+    def _view(self, draw: Callable[[RunState], View]) -> View:
+        """A view of the run as it is now; a live run adds the widget that follows it."""
+        return draw(self.state)
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The dashboard or player with its static form; only the static form where there are no widgets."""

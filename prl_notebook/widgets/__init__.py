@@ -2,7 +2,8 @@
 
 from prl_notebook.widgets.completions import CompletionExplorer
 from prl_notebook.widgets.dashboard import Dashboard
+from prl_notebook.widgets.live import LiveView
 from prl_notebook.widgets.mask import MaskExplorer
 from prl_notebook.widgets.replay import ReplayPlayer
 
-__all__ = ["CompletionExplorer", "Dashboard", "MaskExplorer", "ReplayPlayer"]
+__all__ = ["CompletionExplorer", "Dashboard", "LiveView", "MaskExplorer", "ReplayPlayer"]

@@ -1,15 +1,12 @@
 """The dashboard: controls, status, progress, queue, timeline and curves of a session, live.
 
-One thread waits for news and redraws at most `UPDATES_PER_SECOND` times a second, always the newest state; while
-nothing happens it sleeps. Buttons only call the session's methods that return at once, so they work in whichever
-thread the kernel runs their callbacks. Training itself never waits for the dashboard.
+Buttons only call the session's methods that return at once, so they work in whichever thread the kernel runs their
+callbacks. Training itself never waits for the dashboard.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,11 +19,8 @@ from prl_notebook.engine.run_state import RunState
 from prl_notebook.views import View
 from prl_notebook.views.base import joined, message
 from prl_notebook.widgets.bundle import Bundled
+from prl_notebook.widgets.live import Follower
 from prl_notebook.widgets.panes import Panes
-
-UPDATES_PER_SECOND = 5.0
-LOOK_AGAIN = 5.0
-"""Seconds after which a waiting updater looks whether it was closed."""
 
 READY_MADE: dict[str, Callable[[], conditions.Condition]] = {
     "zero variance": conditions.zero_variance,
@@ -73,43 +67,30 @@ class Dashboard(Bundled, ipw.VBox):
         self._message = ipw.HTML()
         self._breakpoints = ipw.HBox(layout=ipw.Layout(flex_flow="row wrap"))
         self._curves_of: object = None
-        self._ended = threading.Event()
-        self.update_seconds: deque[float] = deque(maxlen=1000)
-        """CPU time that the newest updates took from the kernel"""
         super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
-        sequence, state = session.live.newer(-1)
-        self._draw(state)
-        threading.Thread(target=self._follow, args=(sequence,), name="prl-dashboard", daemon=True).start()
+        self._follower = Follower(session.live, self._draw)
 
     def view(self) -> View:
         """The static dashboard: the same panes as one View."""
         return dashboard_view(self._session.live.state, self._session.parent, self._timeline_periods)
 
+    @property
+    def update_seconds(self) -> list[float]:
+        """CPU time that the newest updates took from the kernel."""
+        return list(self._follower.update_seconds)
+
     def close(self) -> None:
         """End the updater and remove the widget from the page."""
-        self._ended.set()
+        self._follower.close()
         super().close()
 
-    def _follow(self, seen: int) -> None:
-        while not self._ended.is_set():
-            sequence, state = self._session.live.newer(seen, LOOK_AGAIN)
-            if sequence == seen:
-                continue
-            seen = sequence
-            self._draw(state)
-            if state.status == "closed":
-                return
-            self._ended.wait(1 / UPDATES_PER_SECOND)
-
     def _draw(self, state: RunState) -> None:
-        started = time.thread_time()
         shown = run_views(
             state, self._session.parent, self._timeline_periods, curves=self._curves_of is not state.history
         )
         self._curves_of = state.history
         self._panes.show(**shown)
         self._list_breakpoints()
-        self.update_seconds.append(time.thread_time() - started)
 
     def _controls(self) -> ipw.Widget:
         session = self._session

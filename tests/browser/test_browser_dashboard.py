@@ -11,7 +11,7 @@ SHOW = "from feeder import Feeder\nfrom prl_notebook.widgets import Dashboard\ns
 
 
 def pane(nb, name):
-    return nb.page.locator(f"[data-pane={name}]").inner_text()
+    return nb.page.locator(f"[data-pane={name}]").first.inner_text()
 
 
 def shown(nb):

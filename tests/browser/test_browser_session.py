@@ -18,6 +18,7 @@ def test_a_click_on_step_makes_one_period_and_pause_works(notebooks, shots, tmp_
     cells = [
         f"from prl_notebook import Session\ns = Session(run_dir={str(tmp_path / 'run')!r})\ns.step()\ns.dashboard()",
         "s.mask(group=3)",
+        "s.progress()",
     ]
     with notebooks.open(cells, app, height=1700) as nb:
         nb.run_all()
@@ -28,6 +29,10 @@ def test_a_click_on_step_makes_one_period_and_pause_works(notebooks, shots, tmp_
         nb.wait_text("period 1 is finished", seconds=60)
         nb.page.wait_for_timeout(1500)
         assert "period 1 is finished" in pane(nb, "status"), "one click on Step must be exactly one period"
+        live_view = nb.page.locator("[data-pane=detail] .prl-progress")
+        live_view.scroll_into_view_if_needed()
+        nb.page.wait_for_timeout(300)
+        assert "Period 1 finished" in live_view.inner_text(), "a view on its own follows the run, too"
 
         nb.page.click(".prl-run")
         nb.wait_text("running, period 4", seconds=60)

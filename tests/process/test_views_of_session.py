@@ -20,7 +20,10 @@ def test_a_session_and_its_replay_show_the_same(make_session):
     widget = session.mask(group=1)
     assert layout.kind in ("shared", "separate") and 1 in {g for g, _ in layout.sequences}
     assert "text/html" in session._repr_mimebundle_()[0] and "text/html" in widget._repr_mimebundle_()[0]
+    of_live_run = session.queue._repr_mimebundle_()[0]
+    assert of_live_run.keys() >= {"application/vnd.jupyter.widget-view+json", "text/html", "text/plain"}
     session.close()
+    assert session.queue._repr_mimebundle_().keys() == {"text/html", "text/plain"}, "nothing moves any more"
 
     run = load_run(session.run_dir)
     assert run.state.history == session.state.history

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from synthetic_run import synthetic_events, synthetic_records
 
+from prl_notebook import views
 from prl_notebook.attention.layout import pack
 from prl_notebook.engine.live import LiveState
-from prl_notebook.widgets import CompletionExplorer, Dashboard, MaskExplorer, ReplayPlayer
-from prl_notebook.widgets.dashboard import UPDATES_PER_SECOND
+from prl_notebook.widgets import CompletionExplorer, Dashboard, LiveView, MaskExplorer, ReplayPlayer
+from prl_notebook.widgets.live import UPDATES_PER_SECOND
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 EVENTS = synthetic_events()
@@ -52,13 +53,14 @@ def until(true, seconds=5.0):
     "make",
     [
         lambda: Dashboard(Recorded()),
+        lambda: LiveView(LiveState(), views.queue),
         lambda: MaskExplorer(pack([(0, range(5), [range(3), range(2)])], shared=True)),
         lambda: CompletionExplorer(synthetic_records()),
         lambda: CompletionExplorer(),
         lambda: ReplayPlayer(EVENTS, synthetic_records),
         lambda: ReplayPlayer([]),
     ],
-    ids=["dashboard", "mask", "completions", "no-completions", "replay", "empty-replay"],
+    ids=["dashboard", "view", "mask", "completions", "no-completions", "replay", "empty-replay"],
 )
 def test_one_bundle_has_widget_html_and_text(make):
     widget = make()
@@ -123,11 +125,23 @@ def test_an_idle_dashboard_does_nothing(dashboard):
     assert len(dashboard.update_seconds) == drawn
 
 
-def test_close_ends_the_updater():
-    d = Dashboard(Recorded())
-    follower = next(t for t in threading.enumerate() if t.name == "prl-dashboard" and t._target.__self__ is d)
-    d.close()
-    d._session.live(EVENTS[0])
+def test_a_live_view_follows_its_run():
+    live = LiveState()
+    shown = LiveView(live, views.progress)
+    for event in EVENTS:
+        live(event)
+    until(lambda: "finished in" in shown.detail)
+    assert "finished in" in shown._repr_mimebundle_()[0]["text/html"]
+    shown.close()
+
+
+@pytest.mark.parametrize("make", [Dashboard, lambda session: LiveView(session.live, views.queue)])
+def test_close_ends_the_updates(make):
+    session = Recorded()
+    widget = make(session)
+    follower = next(t for t in threading.enumerate() if getattr(t, "_target", None) == widget._follower._follow)
+    widget.close()
+    session.live(EVENTS[0])
     follower.join(5)
     assert not follower.is_alive()
 
