@@ -173,7 +173,7 @@ class Picture {
       if (r) line(r.start, q + 1, own, 0.85);
       if (step === 1) at = q; // start of the cell, so that every token is painted once
     }
-    this.labels(g, px, py, cell, foreground, style.backgroundColor);
+    this.labels(g, px, py, cell, foreground, style.getPropertyValue("--bg"));
     if (this.q !== undefined) {
       g.globalAlpha = 0.25;
       g.fillStyle = foreground;
@@ -243,7 +243,9 @@ function render({ model, el }) {
   el.append(root);
   const resize = new ResizeObserver(() => shown.forEach((p) => p.draw()));
   resize.observe(root);
-  return () => resize.disconnect();
+  const theme = new MutationObserver(() => shown.forEach((p) => p.draw()));
+  theme.observe(document.body, { attributes: true });
+  return () => { resize.disconnect(); theme.disconnect(); };
 }
 
 export default { render };
