@@ -11,9 +11,11 @@ import inspect
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from prl_notebook.rollout.vllm_setup import worker_environment
 from prl_notebook.runtime import launch
 from prl_notebook.runtime.device import environment
 from prl_notebook.runtime.local import LocalRuntime, ProcessDied
-from prl_notebook.weights import checksum, load_weights
+from prl_notebook.weights import checksum, load_weights, publish
 from prl_notebook.weights.broadcast import Broadcast, DrivenByTheRun, Source, receiver_infos
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -175,3 +177,45 @@ def test_what_vllm_is_told_fits_its_classes(tmp_path: Path) -> None:
     inspect.signature(Worker.start_weight_update).bind(None)
     inspect.signature(Worker.finish_weight_update).bind(None)
     assert json.loads(Path(ref.path).read_text())["update_info"] == update
+
+
+def test_what_vllm_ascend_is_told_fits_the_interface_it_was_read_to_have(tmp_path: Path, monkeypatch) -> None:
+    """vllm-ascend 0.23 cannot be installed beside this vLLM: its class is played, with the names of its source."""
+    calls: list[tuple[dict, dict]] = []
+
+    class HCCLWeightTransferEngine:
+        @staticmethod
+        def trainer_init(init_info: dict) -> str:
+            assert {"master_address", "master_port", "world_size"} <= set(init_info)
+            return "group"
+
+        @staticmethod
+        def trainer_send_weights(iterator: Iterator, trainer_args: dict) -> None:
+            calls.append((dict(iterator), trainer_args))
+
+    name = "vllm_ascend.distributed.weight_transfer.hccl_engine"
+    for parent in ("vllm_ascend", "vllm_ascend.distributed", "vllm_ascend.distributed.weight_transfer"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    module = ModuleType(name)
+    module.HCCLWeightTransferEngine = HCCLWeightTransferEngine
+    monkeypatch.setitem(sys.modules, name, module)
+
+    sender = Broadcast(replace(CONFIG, weights=Weights(transfer="hccl")), torch.device("cpu"))
+    weights = {"a.weight": torch.ones(2, 3)}
+    ref = sender.publish(weights, 0, tmp_path)
+    init, update = receiver_infos(ref, first_rank=1)
+    assert set(init) == {"master_address", "master_port", "rank_offset", "world_size"}
+    assert set(update) == {"names", "dtype_names", "shapes", "packed"}
+    sender.send()
+    (sent, arguments) = calls[0]
+    assert checksum(sent) == ref.checksum and arguments == {"group": "group", "packed": True}
+
+
+def test_files_are_read_through_the_older_interface_as_well(tmp_path: Path) -> None:
+    """vllm-ascend 0.23 hands `load_weights` over, and wants a method that sends."""
+    from prl_notebook.rollout.vllm_weights import PublishedVersion, SafetensorsTransfer
+
+    ref, loaded = publish({"a.weight": torch.ones(2, 3)}, 4, tmp_path), {}
+    SafetensorsTransfer.receive_weights(object(), PublishedVersion(**asdict(ref)), load_weights=loaded.update)
+    assert checksum(loaded) == ref.checksum
+    inspect.signature(SafetensorsTransfer.trainer_send_weights).bind(iterator=(), trainer_args={})
