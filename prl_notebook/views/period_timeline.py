@@ -112,15 +112,20 @@ def _drawn(period: PeriodState, now: float, workers: int) -> View:
 def _panel(period: PeriodState, now: float, workers: int) -> Panel:
     costs = analysis.costs(period, now, workers)
     end = analysis.end_of(period, now)
-    scale = 100 / max(end - period.started_t, 1e-9)
+    shown = _track_seconds(period, end)
+    scale = 100 / shown
     lanes = [
         _lane(lane, spans, [w for w in costs.waits if w.lane == lane], period, end, scale)
         for lane, spans in analysis.spans_by_lane(period, now, workers).items()
     ]
     waits = [f"{w.lane} waited {seconds(w.seconds)} for {w.reason}" for w in costs.waits[:4]]
-    return Panel(
-        period, costs, lanes, _ticks(costs.seconds), waits, _verdict(period, costs), period.finished_t is not None
-    )
+    return Panel(period, costs, lanes, _ticks(shown), waits, _verdict(period, costs), period.finished_t is not None)
+
+
+def _track_seconds(period: PeriodState, end: float) -> float:
+    """Length of the track. That of a period under way grows in steps, so that a bar that is done stays where it is."""
+    length = max(end - period.started_t, 1e-9)
+    return length if period.finished_t is not None else 2 ** (math.ceil(2 * math.log2(length)) / 2)
 
 
 def _verdict(period: PeriodState, costs: analysis.Costs) -> str:

@@ -63,7 +63,7 @@ class Dashboard(Bundled, ipw.VBox):
     def __init__(self, session: Steerable, timeline_periods: int = 2) -> None:
         self._session = session
         self._timeline_periods = timeline_periods
-        self._panes = Panes()
+        self._panes = Panes(live=True)
         self._message = ipw.HTML()
         self._breakpoints = ipw.HBox(layout=ipw.Layout(flex_flow="row wrap"))
         self._curves_of: object = None

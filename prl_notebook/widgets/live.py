@@ -60,7 +60,7 @@ class LiveView(Bundled, Panes):
     """One view of a run, live. `close()` ends its updates."""
 
     def __init__(self, live: LiveState, draw: Callable[[RunState], View]) -> None:
-        super().__init__()
+        super().__init__(live=True)
         self._live, self._drawing = live, draw
         self._follower = Follower(live, lambda state: self.show(detail=draw(state)))
 

@@ -16,6 +16,8 @@ class Panes(anywidget.AnyWidget):
     _esm = static("panes.js")
     _css = CSS
 
+    live = traitlets.Bool(False).tag(sync=True)
+    """it follows a run: the page then draws as often as it can cheaply, the newest state, so as not to slow the run"""
     status = traitlets.Unicode().tag(sync=True)
     progress = traitlets.Unicode().tag(sync=True)
     queue = traitlets.Unicode().tag(sync=True)

@@ -21,6 +21,14 @@ def shown(nb):
     nb.page.wait_for_timeout(1500)  # the front end opens its comm subshell
 
 
+def moves(nb):
+    """Within 3 seconds, however busy the machine is: the page draws less often where drawing is slow."""
+    before = pane(nb, "queue")
+    nb.page.wait_for_function(
+        "before => document.querySelector('[data-pane=queue]').innerText !== before", arg=before, timeout=3000
+    )
+
+
 def clean(nb):
     assert nb.failed_requests == []
     assert nb.errors == []
@@ -32,8 +40,7 @@ def test_buttons_steer_and_panes_move(notebooks, shots, app):
         shown(nb)
         nb.page.click(".prl-step")
         nb.wait_text("running, period 0")
-        moving = {pane(nb, "queue") for _ in range(5) if nb.page.wait_for_timeout(250) is None}
-        assert len(moving) > 1
+        moves(nb)
         nb.page.screenshot(path=shots / f"dashboard-{app}-light.png")
         nb.wait_text("period 0 is finished")
         assert "policy version 1" in pane(nb, "status")
@@ -60,9 +67,7 @@ def test_moves_while_a_cell_runs_and_says_when_buttons_act(notebooks):
     with notebooks.open(cells) as nb:
         nb.run_all()
         nb.wait_text("running, period 0")
-        before = pane(nb, "queue")
-        nb.page.wait_for_timeout(700)
-        assert pane(nb, "queue") != before
+        moves(nb)
         assert "they act when it ends" in nb.outputs()
         nb.page.click(".prl-pause")
         nb.wait_text("cell over")

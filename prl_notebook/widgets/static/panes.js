@@ -2,6 +2,8 @@
 // seen, and only where it differs, so the rest is not laid out again and keeps its scroll position, hover and focus.
 // Left out: anything a static page could not show.
 
+const SHARE = 1 / 40; // of the time, at most, is spent on drawing what a run that goes on sends ...
+const LONGEST_PAUSE = 1000; // ... but it is drawn every second (ms)
 const NAMES = ["status", "progress", "queue", "timeline", "curves", "detail"];
 
 // Turns `old` into `fresh`, child by child.
@@ -24,7 +26,7 @@ function morphChildren(old, fresh) {
 
 function render({ model, el }) {
   const drawn = new Map(); // pane element -> the HTML it shows
-  const inView = new Set(); // or near it
+  const inView = new Set();
   const show = (pane) => {
     const html = model.get(pane.dataset.pane);
     if (document.hidden || !inView.has(pane) || drawn.get(pane) === html) return;
@@ -33,25 +35,38 @@ function render({ model, el }) {
     template.innerHTML = html;
     morphChildren(pane, template.content);
   };
+  let timer, earliest = 0;
+  const draw = () => {
+    timer = undefined;
+    const start = performance.now();
+    panes.forEach(show);
+    const scripted = performance.now() - start;
+    requestAnimationFrame((frame) => setTimeout(() => { // by now the page is laid out and painted
+      const cost = scripted + performance.now() - frame;
+      earliest = performance.now() + (model.get("live") ? Math.min(LONGEST_PAUSE, cost / SHARE) : 0);
+    }));
+  };
+  const news = () => { timer ??= setTimeout(draw, Math.max(0, earliest - performance.now())); };
   const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       inView[isIntersecting ? "add" : "delete"](target);
       show(target);
     }
-  }, { rootMargin: "200px" });
+  });
   const panes = NAMES.map((name) => {
     const pane = document.createElement("div");
     pane.dataset.pane = name;
     el.append(pane);
     inView.add(pane);
     show(pane); // once wherever it is, so that the page has its length
-    model.on(`change:${name}`, () => show(pane));
+    model.on(`change:${name}`, news);
     observer.observe(pane);
     return pane;
   });
   const awake = () => panes.forEach(show);
   document.addEventListener("visibilitychange", awake);
   return () => {
+    clearTimeout(timer);
     observer.disconnect();
     document.removeEventListener("visibilitychange", awake);
   };
