@@ -19,12 +19,13 @@ from typing import Any
 
 from prl_notebook.bench.periods import measured
 from prl_notebook.config import Config, Rollout, Run, Trainer
-from prl_notebook.tasks.tiny import tiny_preset
+from prl_notebook.tasks.tiny import running_sum_reward, tiny_preset, tiny_rows
 
-PROMPTS = 128
-PERIODS = 4
+PROMPTS, PREAMBLE = 128, 320
+"""of a period, and tokens before each question: enough work per group that a micro-step of one is no waste"""
+PERIODS = 2
 """measured periods of each schedule, after one that warms up"""
-GROUPS_IN_FLIGHT = (4, 8, 16)
+GROUPS_IN_FLIGHT = (2, 3, 4)
 """candidates: the fewer groups are sampled at once, the longer generation takes"""
 
 
@@ -34,10 +35,11 @@ def schedule() -> dict[str, Any]:
     trainer = Trainer(threads=1, tokens_per_microstep=2048)
     split = Config(grpo, trainer=trainer, run=Run(schedule="synchronous", checkpoint_every=0, record_tokens=False))
 
-    def with_groups(groups: int) -> Config:
-        return dataclasses.replace(split, rollout=Rollout(threads=1, groups_in_flight=groups))
+    def with_groups(groups: int, prompts: int = PROMPTS) -> Config:
+        rollout = Rollout(threads=1, groups_in_flight=groups)
+        return dataclasses.replace(split, grpo=dataclasses.replace(grpo, prompts_per_period=prompts), rollout=rollout)
 
-    balance = {g: _measure(with_groups(g), 1)[0] for g in GROUPS_IN_FLIGHT}
+    balance = {g: _measure(with_groups(g, PROMPTS // 4), 1)[0] for g in GROUPS_IN_FLIGHT}
     groups = min(balance, key=lambda g: abs(balance[g]["timing_s/generation"] / balance[g]["timing_s/training"] - 1))
     base = with_groups(groups)
     cores = os.cpu_count() or 1
@@ -68,10 +70,11 @@ def schedule() -> dict[str, Any]:
         "generation_s": round(median(m["timing_s/generation"] for m in synchronous), 3),
         "training_s": round(median(m["timing_s/training"] for m in synchronous), 3),
         "prompts": PROMPTS,
+        "preamble": PREAMBLE,
         "groups_in_flight": groups,
     }
 
 
 def _measure(config: Config, periods: int) -> list[dict[str, float]]:
     sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return measured(periods, **sections)
+    return measured(periods, "tiny", tiny_rows(preamble_tokens=PREAMBLE), running_sum_reward, **sections)

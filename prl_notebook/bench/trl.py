@@ -24,7 +24,7 @@ from prl_notebook.tasks.tiny import tiny_model_path, tiny_preset, tiny_rows
 PREAMBLES = {16: 0, 256: 240, 1024: 1008}
 """prompt length -> tokens of the preamble"""
 PROMPTS, K, R = 16, 8, 64
-STEPS = 3
+STEPS = 2
 """measured optimizer steps, after one that warms up"""
 MICRO_BATCHES = (128, 32)
 """TRL's per_device_train_batch_size; the generation batch stays PROMPTS * K"""
