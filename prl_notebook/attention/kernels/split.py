@@ -26,7 +26,9 @@ from prl_notebook.attention.kernels import partial
 from prl_notebook.attention.layout import Layout
 
 FILL = 0.75
-"""Spans share a bucket while the shortest has at least this share of the longest one's tokens."""
+"""Spans share a bucket while the shortest has at least this share of the longest one's tokens,"""
+PIECE_PAIRS = 8192
+"""or while padding wastes fewer (query, key) pairs than this: about what a piece of its own costs on a CPU."""
 
 
 class Tokens(NamedTuple):
@@ -37,6 +39,8 @@ class Tokens(NamedTuple):
     spans: int
     real: Tensor | None = None
     """int64 positions among the C*L that are not padding; None when all are real"""
+    real_at: Tensor | None = None
+    """at[real]"""
 
     def take(self, x_NHD: Tensor) -> Tensor:
         """x_CLHD"""
@@ -48,7 +52,7 @@ class Tokens(NamedTuple):
         if self.real is None:
             return self.take(x_NHD)
         x_CLHD = x_NHD.new_zeros(self.at.shape[0], *x_NHD.shape[1:])  # type: ignore[union-attr]
-        x_CLHD[self.real] = x_NHD[self.at[self.real]]  # type: ignore[index]
+        x_CLHD[self.real] = x_NHD.index_select(0, self.real_at)  # type: ignore[arg-type]
         return x_CLHD.unflatten(0, (self.spans, -1))
 
     def put(self, x_NHD: Tensor, y_CLHD: Tensor) -> None:
@@ -63,7 +67,7 @@ class Tokens(NamedTuple):
 
     def _real_only(self, y_CLHD: Tensor) -> tuple[slice | Tensor, Tensor]:
         y_LHD = y_CLHD.flatten(0, 1)
-        return (self.at, y_LHD) if self.real is None else (self.at[self.real], y_LHD[self.real])  # type: ignore[index]
+        return (self.at, y_LHD) if self.real is None else (self.real_at, y_LHD.index_select(0, self.real))  # type: ignore[return-value]
 
 
 class Piece(NamedTuple):
@@ -102,8 +106,12 @@ def bucket(spans: list[tuple[int, int]], device: torch.device) -> Iterator[Token
     """Group (start, length) spans of similar length, longest first."""
     spans = sorted(spans, key=lambda span: (-span[1], span[0]))
     while spans:
-        longest = spans[0][1]
-        count = sum(length >= FILL * longest for _, length in spans)
+        longest, wasted, count = spans[0][1], 0, 0
+        for _, length in spans:
+            wasted += longest**2 - length**2
+            if length < FILL * longest and wasted > PIECE_PAIRS:
+                break
+            count += 1
         yield _tokens(spans[:count], longest, device)
         spans = spans[count:]
 
@@ -114,9 +122,9 @@ def _tokens(spans: list[tuple[int, int]], longest: int, device: torch.device) ->
         return Tokens(slice(int(starts_C[0]), int(starts_C[-1]) + longest), len(spans), None)
     offset_L = np.arange(longest)
     index_CL = starts_C[:, None] + np.minimum(offset_L, lengths_C[:, None] - 1)
-    real = np.flatnonzero(offset_L < lengths_C[:, None])
+    real = torch.from_numpy(np.flatnonzero(offset_L < lengths_C[:, None])).to(device)
     index = torch.from_numpy(index_CL.reshape(-1)).to(device)
-    return Tokens(index, len(spans), None if real.size == index_CL.size else torch.from_numpy(real).to(device))
+    return Tokens(index, len(spans)) if len(real) == len(index) else Tokens(index, len(spans), real, index[real])
 
 
 def attend(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, state: list[Piece], scale: float) -> Tensor:
@@ -133,9 +141,9 @@ class _Pieces(torch.autograd.Function):
     def forward(ctx, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, pieces: list[Piece], scale: float) -> Tensor:
         o_NHD = torch.zeros_like(q_NHD)
         lse_NH = q_NHD.new_zeros(q_NHD.shape[:2], dtype=partial.lse_dtype(q_NHD))
+        k_MHD, v_MHD = _per_query_head(k_MGD, q_NHD), _per_query_head(v_MGD, q_NHD)
         for queries, keys, causal in pieces:
-            q_CLHD = queries.take(q_NHD)
-            k_CPHD, v_CPHD = _per_query_head(keys, k_MGD, v_MGD, q_NHD.shape[1])
+            q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)
             o_CLHD, lse_CLH = partial.forward(q_CLHD, k_CPHD, v_CPHD, causal, scale)
             if not causal:
                 o_CLHD, lse_CLH = partial.merge(o_CLHD, lse_CLH, queries.take(o_NHD), queries.take(lse_NH))
@@ -148,23 +156,20 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do_NHD: Tensor):  # type: ignore[override]
         q_NHD, k_MGD, v_MGD, o_NHD, lse_NH = ctx.saved_tensors
-        dq_NHD, dk_MGD, dv_MGD = torch.zeros_like(q_NHD), torch.zeros_like(k_MGD), torch.zeros_like(v_MGD)
+        k_MHD, v_MHD = _per_query_head(k_MGD, q_NHD), _per_query_head(v_MGD, q_NHD)
+        dq_NHD, dk_MHD, dv_MHD = torch.zeros_like(q_NHD), torch.zeros_like(k_MHD), torch.zeros_like(v_MHD)
         for queries, keys, causal in ctx.pieces:
-            k_CPHD, v_CPHD = _per_query_head(keys, k_MGD, v_MGD, q_NHD.shape[1])
-            q_CLHD, o_CLHD, lse_CLH = queries.take(q_NHD), queries.take(o_NHD), queries.take(lse_NH)
-            do_CLHD = queries.take_real(do_NHD)
+            q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)
+            o_CLHD, lse_CLH, do_CLHD = queries.take(o_NHD), queries.take(lse_NH), queries.take_real(do_NHD)
             dq, dk, dv = partial.backward(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, causal, ctx.scale)
             queries.add_to(dq_NHD, dq)
-            heads = (k_MGD.shape[1], -1)
-            keys.add_to(dk_MGD, dk.unflatten(2, heads).sum(3))
-            keys.add_to(dv_MGD, dv.unflatten(2, heads).sum(3))
-        return dq_NHD, dk_MGD, dv_MGD, None, None
+            keys.add_to(dk_MHD, dk)
+            keys.add_to(dv_MHD, dv)
+        heads = (k_MGD.shape[1], -1)
+        return dq_NHD, dk_MHD.unflatten(1, heads).sum(2), dv_MHD.unflatten(1, heads).sum(2), None, None
 
 
-def _per_query_head(keys: Tokens, k_MGD: Tensor, v_MGD: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """k_CPHD, v_CPHD: key/value heads repeated for the query heads that share them."""
-    repeat = heads // k_MGD.shape[1]
-    k_CPGD, v_CPGD = keys.take(k_MGD), keys.take(v_MGD)
-    return (
-        (k_CPGD, v_CPGD) if repeat == 1 else (k_CPGD.repeat_interleave(repeat, 2), v_CPGD.repeat_interleave(repeat, 2))
-    )
+def _per_query_head(x_MGD: Tensor, q_NHD: Tensor) -> Tensor:
+    """x_MHD: key/value heads repeated for the query heads that share them."""
+    repeat = q_NHD.shape[1] // x_MGD.shape[1]
+    return x_MGD if repeat == 1 else x_MGD.repeat_interleave(repeat, 1)
