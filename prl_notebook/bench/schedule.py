@@ -21,11 +21,11 @@ from prl_notebook.bench.periods import measured
 from prl_notebook.config import Config, Rollout, Run, Trainer
 from prl_notebook.tasks.tiny import running_sum_reward, tiny_preset, tiny_rows
 
-PROMPTS, PREAMBLE = 128, 320
+PROMPTS, PREAMBLE = 96, 448
 """of a period, and tokens before each question: enough work per group that a micro-step of one is no waste"""
 PERIODS = 2
 """measured periods of each schedule, after one that warms up"""
-GROUPS_IN_FLIGHT = (2, 3, 4)
+GROUPS_IN_FLIGHT = (2, 3)
 """candidates: the fewer groups are sampled at once, the longer generation takes"""
 
 

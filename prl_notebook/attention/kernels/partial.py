@@ -68,9 +68,8 @@ def _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale:
 
 def merge(a_CLHD: Tensor, a_lse_CLH: Tensor, b_CLHD: Tensor, b_lse_CLH: Tensor) -> tuple[Tensor, Tensor]:
     """o_CLHD, lse_CLH over the union of two disjoint key sets."""
-    lse_CLH = torch.logaddexp(a_lse_CLH, b_lse_CLH)
-    a_weight, b_weight = ((x - lse_CLH).exp()[..., None].to(a_CLHD.dtype) for x in (a_lse_CLH, b_lse_CLH))
-    return a_CLHD * a_weight + b_CLHD * b_weight, lse_CLH
+    b_weight_CLH = (b_lse_CLH - a_lse_CLH).sigmoid().to(a_CLHD.dtype)
+    return torch.lerp(a_CLHD, b_CLHD, b_weight_CLH[..., None]), torch.logaddexp(a_lse_CLH, b_lse_CLH)
 
 
 # The public scaled_dot_product_attention runs these very operators on CPU but hides the log-sum-exp.

@@ -162,9 +162,10 @@ class _Pieces(torch.autograd.Function):
             q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)
             o_CLHD, lse_CLH, do_CLHD = queries.take(o_NHD), queries.take(lse_NH), queries.take_real(do_NHD)
             dq, dk, dv = partial.backward(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, causal, ctx.scale)
-            queries.add_to(dq_NHD, dq)
-            keys.add_to(dk_MHD, dk)
-            keys.add_to(dv_MHD, dv)
+            write = Tokens.put if causal else Tokens.add_to  # self pieces come first, and no token is in two of them
+            write(queries, dq_NHD, dq)
+            write(keys, dk_MHD, dk)
+            write(keys, dv_MHD, dv)
         heads = (k_MGD.shape[1], -1)
         return dq_NHD, dk_MHD.unflatten(1, heads).sum(2), dv_MHD.unflatten(1, heads).sum(2), None, None
 
