@@ -1,8 +1,8 @@
 """What a layout costs: attention pairs and floating point operations, and whether sharing prompts pays.
 
-Counts of what the mathematics needs: causal halves are halves, whatever a kernel spends on them. Dense models only: a
-mixture of experts computes fewer of its parameters per token than counted here. Norms, activations and the optimizer
-are left out.
+Counts of what the mathematics needs: causal halves are halves, whatever a kernel spends on them. That most of what the
+last layer makes of prompts is never read is not counted. Dense models only: a mixture of experts computes fewer of its
+parameters per token than counted here. Norms, activations and the optimizer are left out.
 """
 
 from __future__ import annotations

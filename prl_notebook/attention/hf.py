@@ -4,14 +4,16 @@ The kernels enter a model through transformers' attention extension point (Atten
 `prl_notebook`, and the layout reaches them as a keyword that decoder layers hand down, so it is there again when
 activation checkpointing recomputes a layer. The registered function refuses calls without a layout: generation and
 plain forwards need `model.set_attn_implementation("sdpa")` first. Logits exist for response positions only, a chunk at
-a time, backward included. Splitting one group over several passes is left to prefix.py.
+a time, backward included, and the last layer's feed-forward runs where its output is read (prompt tokens but the last
+serve as keys and values there). Splitting one group over several passes is left to prefix.py.
 
-Shapes: B rows, S tokens per row, H query heads, G key/value heads, D hidden or head size, T response tokens, V
-vocabulary.
+Shapes: B rows, S tokens per row, H query heads, G key/value heads, D hidden or head size, T response tokens, N tokens
+that are read, V vocabulary.
 """
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -112,7 +114,7 @@ def plan(model: PreTrainedModel, layout: Layout, kernel: str | None = None) -> P
     if kernel == "causal" and model.config._attn_implementation != NAME:
         return None
     use_layouts(model)
-    return Plan.of(layout, model.device, kernel)
+    return Plan.of(layout, model.device, kernel, last_layer=model.config.get_text_config().num_hidden_layers - 1)
 
 
 def use_layouts(model: PreTrainedModel) -> None:
@@ -129,6 +131,30 @@ def use_layouts(model: PreTrainedModel) -> None:
     if reason is not None:
         raise ValueError(f"shared prompts are not possible: {reason}. Use separate rows (shared_prompt=False)")
     model.set_attn_implementation(NAME)
+    _limit_last_feed_forward(model)
+
+
+def _limit_last_feed_forward(model: PreTrainedModel) -> None:
+    last: Any = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))[-1]
+    if not hasattr(last, "mlp") or "forward" in vars(last.mlp):
+        return  # a family with another name for it, or a model that was switched before
+    last.register_forward_pre_hook(_tell_what_is_read, with_kwargs=True)
+    last.mlp.forward = MethodType(_feed_forward_where_read, last.mlp)
+
+
+def _tell_what_is_read(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    # Decoder layers call their feed-forward without the plan. Recomputation for checkpointing comes through here too.
+    plan = kwargs.get("prl_plan")
+    layer.mlp.prl_read_N = None if plan is None else plan.read_N
+
+
+def _feed_forward_where_read(self: Any, h_BSD: Tensor) -> Tensor:
+    """The module's own forward at the tokens in `prl_read_N`, 0 elsewhere."""
+    if self.prl_read_N is None:
+        return type(self).forward(self, h_BSD)
+    h_1ND = h_BSD.flatten(0, 1).index_select(0, self.prl_read_N)[None]
+    o_ND = type(self).forward(self, h_1ND)[0]
+    return torch.zeros_like(h_BSD).flatten(0, 1).index_copy(0, self.prl_read_N, o_ND).view_as(h_BSD)
 
 
 def decode(model: PreTrainedModel, layout: Layout, plan: Plan | None) -> Tensor:

@@ -108,6 +108,8 @@ class Prefix:
 class _Capture:
     """Stands in for a plan: causal attention over the prompt, keeping each layer's keys and values."""
 
+    read_N = None
+
     def __init__(self) -> None:
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -119,6 +121,8 @@ class _Capture:
 
 class _Suffix:
     """Stands in for a plan: responses against [prompt; themselves] with the prompt's keys and values given."""
+
+    read_N = None
 
     def __init__(self, layout: Layout, device: torch.device, cached: dict[int, tuple[Tensor, Tensor]]) -> None:
         self._pieces, self._cached = split.prepare_responses(layout, device), cached

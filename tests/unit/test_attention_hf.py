@@ -1,5 +1,7 @@
 """Layouts through transformers models: what is refused, by name; temperature, entropy, and what never exists."""
 
+import copy
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,8 +14,10 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -38,6 +42,35 @@ GROUPS = [(0, [3, 4, 5], [[6, 7], [8], [9, 10, 11]])]
 def tiny(config=None):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config or LlamaConfig(**SIZES))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_last_feed_forward_runs_where_its_output_is_read(shared):
+    model, layout = tiny(), pack(GROUPS, shared=shared)
+    expected_T, _ = hf.logprobs(tiny(), layout)
+    tokens = {}
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.up_proj.register_forward_hook(
+            lambda m, args, _, n=number: tokens.update({n: args[0][..., 0].numel()})
+        )
+    hf.use_layouts(model)
+    logprob_T, _ = hf.logprobs(model, layout)
+    assert tokens == {0: layout.input_ids_BS.size, 1: len(set(layout.source_T.tolist()))}
+    assert (logprob_T - expected_T).abs().max() < 1e-5
+    other = copy.deepcopy(model)
+    torch.nn.init.zeros_(other.model.layers[-1].mlp.down_proj.weight)
+    assert not torch.equal(hf.logprobs(other, layout)[0], logprob_T), "a copy uses its own weights"
+    assert torch.equal(hf.logprobs(model, layout)[0], logprob_T)
+    model.set_attn_implementation("sdpa")
+    model(torch.tensor([[1, 2, 3]]))
+    assert tokens[1] == 3, "plain forwards compute every token"
+
+
+@pytest.mark.parametrize("kind", [MixtralConfig, Qwen3MoeConfig])
+def test_last_feed_forward_may_be_a_mixture_of_experts(kind):
+    config = kind(**SIZES, num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    separate, shared = (hf.logprobs(tiny(config), pack(GROUPS, shared=shared))[0] for shared in (False, True))
+    assert (separate - shared).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

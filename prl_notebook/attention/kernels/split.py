@@ -7,6 +7,9 @@ Two kinds of pieces cover a layout:
 - self: causal attention within a span (a prompt, a response); spans of similar length share one batched call;
 - cross: all responses of a group, as one long query, against the prompt's keys, unmasked.
 
+In the last layer nobody reads what a prompt's tokens come to, but the last one's, which predicts every first response
+token. So there are no self pieces of prompts there, and the cross pieces' query begins with that token.
+
 The backward of a piece needs only the merged output and log-sum-exp, so nothing of size queries x keys is kept.
 
 Shapes: N = B*S flat tokens (M of keys where they differ), H query heads, G key/value heads, D head dimension;
@@ -71,23 +74,24 @@ class Tokens(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Attention of some queries over some keys. Every query token is in exactly one self piece."""
+    """Attention of some queries over some keys. A query token is in one self piece at most."""
 
     queries: Tokens
     keys: Tokens
     causal: bool
 
 
-def prepare(layout: Layout, device: torch.device) -> list[Piece]:
+def prepare(layout: Layout, device: torch.device, last_layer: bool = False) -> list[Piece]:
     """Self pieces first, then one cross piece per group."""
     S = layout.shape[1]
     spans: list[tuple[int, int]] = []
     cross = []
     for row, block in layout.iter_blocks():
         prompt, prompt_end = row * S + block.prompt_start, row * S + block.prompt_start + block.prompt_len
-        spans.append((prompt, block.prompt_len))
+        if not last_layer:
+            spans.append((prompt, block.prompt_len))
         spans += [(row * S + r.start, r.length) for r in block.responses]
-        queries = Tokens(slice(prompt_end, row * S + block.end), 1)
+        queries = Tokens(slice(prompt_end - last_layer, row * S + block.end), 1)
         cross.append(Piece(queries, Tokens(slice(prompt, prompt_end), 1), causal=False))
     self_pieces = [Piece(tokens, tokens, causal=True) for tokens in bucket(spans, device)]
     return self_pieces + cross
@@ -128,7 +132,7 @@ def _tokens(spans: list[tuple[int, int]], longest: int, device: torch.device) ->
 
 
 def attend(q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, state: list[Piece], scale: float) -> Tensor:
-    """o_BSHD; zero at padding."""
+    """o_BSHD; zero at tokens outside all queries (padding)."""
     B, H, S, D = q_BHSD.shape
     flat = (x.transpose(1, 2).reshape(-1, x.shape[1], D) for x in (q_BHSD, k_BGSD, v_BGSD))
     return _Pieces.apply(*flat, state, scale).view(B, S, H, D)
@@ -140,7 +144,7 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, pieces: list[Piece], scale: float) -> Tensor:
         o_NHD = torch.zeros_like(q_NHD)
-        lse_NH = q_NHD.new_zeros(q_NHD.shape[:2], dtype=partial.lse_dtype(q_NHD))
+        lse_NH = q_NHD.new_full(q_NHD.shape[:2], float("-inf"), dtype=partial.lse_dtype(q_NHD))
         k_MHD, v_MHD = _per_query_head(k_MGD, q_NHD), _per_query_head(v_MGD, q_NHD)
         for queries, keys, causal in pieces:
             q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)

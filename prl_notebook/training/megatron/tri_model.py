@@ -46,7 +46,7 @@ class Pass:
         kernel = choose(device, layout, config.params_dtype)
         return cls(
             layout,
-            PackedLayout.of(Plan.of(layout, device, kernel)),
+            PackedLayout.of(Plan.of(layout, device, kernel, last_layer=config.num_layers - 1)),
             *(torch.from_numpy(x).to(device) for x in (layout.input_ids_BS, layout.position_ids_BS)),
             *(torch.from_numpy(x).to(device) for x in (layout.source_T, layout.target_ids_T)),
         )
