@@ -89,8 +89,6 @@ class Engine(threading.Thread):
         self.failure: Exception | None = None
         self._weights_dir, self._on_period, self._checkpoint = weights_dir, on_period, checkpoint
         self._schedule = SCHEDULES[config.run.schedule]
-        self._comparable = config.grpo.top_p == 1 and config.grpo.top_k == 0
-        """whether the sampler's log-probs are the policy's: the trainer scores tokens without top-p and top-k"""
         self._expected_length: dict[int, float] = {}
         """mean completion length seen for a row of the dataset, for dispatch='longest_first'"""
 
@@ -230,7 +228,7 @@ class Engine(threading.Thread):
         ]
 
     def _micro_step(self, record: PeriodRecord, groups: list[Group], index: int, iteration: int) -> None:
-        guarded = index == iteration == 0 and self._comparable
+        grpo, guarded = self.config.grpo, index == iteration == 0
         detail = guarded or (self.config.run.record_tokens and iteration == 0)
         began = time.perf_counter()
         report: MicroStepReport = self.trainer.call("accumulate", groups, detail=detail)
@@ -238,7 +236,8 @@ class Engine(threading.Thread):
         if guarded:
             first = groups[0]
             policy = [record.details[first.group, k].policy_R for k in range(len(first.completions))]
-            mismatch_guard(first, policy, self.config.rollout.dtype, self.config.trainer.dtype)
+            dtypes = self.config.rollout.dtype, self.config.trainer.dtype
+            mismatch_guard(first, policy, *dtypes, top_p=grpo.top_p, top_k=grpo.top_k)
         self.log.emit(
             ev.MicroStep(
                 period=record.period,

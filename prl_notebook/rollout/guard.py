@@ -1,7 +1,9 @@
 """Does the sampler compute with the trainer's policy? One group's log-probs from both sides tell; numpy only.
 
 Right weights, temperature and top-p give differences of rounding size; a stale layer, a stale prefix cache or a
-forgotten temperature gives far more. Left out: correcting a mismatch (importance_sampling_correction does).
+forgotten temperature gives far more. Top-p and top-k raise the log-probs of the tokens they keep, by the logarithm of
+the mass kept, which the trainer does not compute: any rise they explain passes. Left out: correcting a mismatch
+(importance_sampling_correction does).
 """
 
 from __future__ import annotations
@@ -21,17 +23,19 @@ class MismatchError(RuntimeError):
     """Rollout worker and trainer disagree on the log-probs of the same tokens."""
 
 
-def mismatch_guard(group: Group, policy_logprobs: Sequence[np.ndarray], *dtypes: str) -> float:
+def mismatch_guard(
+    group: Group, policy_logprobs: Sequence[np.ndarray], *dtypes: str, top_p: float = 1.0, top_k: int = 0
+) -> float:
     """Compare the log-probs a group was sampled with and those of the trainer's policy of the same version.
 
     Args:
         group: K completions as a rollout worker reported them.
-        policy_logprobs: float [R] for each of the K completions, under the sampling distribution (temperature, top-p
-            and top-k applied), from the policy before its update.
+        policy_logprobs: float [R] for each of the K completions, after temperature, from the policy before its update.
         dtypes: of rollout worker and trainer; the coarser one decides. None given: float32.
+        top_p, top_k: what the worker sampled with and `policy_logprobs` leave out.
 
     Returns:
-        The largest absolute difference.
+        The largest absolute difference that top-p and top-k do not explain.
 
     Raises:
         MismatchError: with the numbers, if it exceeds the tolerance or is not finite.
@@ -40,10 +44,12 @@ def mismatch_guard(group: Group, policy_logprobs: Sequence[np.ndarray], *dtypes:
     lengths = [len(policy_R) for policy_R in policy_logprobs]
     if lengths != group.lengths:
         raise ValueError(f"policy_logprobs has lengths {lengths}, the group's completions have {group.lengths}")
-    differences = [
-        np.abs(completion.logprobs_R.astype(np.float64) - np.asarray(policy_R, np.float64))
+    most_risen = np.inf if top_k else -np.log(top_p)
+    rises = [
+        completion.logprobs_R.astype(np.float64) - np.asarray(policy_R, np.float64)
         for completion, policy_R in zip(group.completions, policy_logprobs, strict=True)
     ]
+    differences = [np.abs(rise_R - rise_R.clip(0.0, most_risen)) for rise_R in rises]
     worst = int(np.argmax([difference_R.max(initial=0.0) for difference_R in differences]))
     largest = float(differences[worst].max(initial=0.0))
     dtype = max(dtypes or ("float32",), key=lambda name: TOLERANCE[name])
@@ -56,5 +62,5 @@ def mismatch_guard(group: Group, policy_logprobs: Sequence[np.ndarray], *dtypes:
         f"{TOLERANCE[dtype]:g} is allowed in {dtype}. Worst: completion {worst}, token {token} "
         f"(id {completion.ids_R[token]}), {completion.logprobs_R[token]:.6f} against "
         f"{float(policy_logprobs[worst][token]):.6f}. The worker does not compute with these weights, or samples from "
-        "another distribution (temperature, top_p, top_k) than the trainer scores."
+        "another distribution than the trainer scores."
     )

@@ -101,17 +101,18 @@ def test_zero_variance_and_abstaining_rewards_leave_finite_metrics(make_session)
     assert all(value == value for value in metrics.values())
 
 
-def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run_with_the_numbers(make_session):
-    session = make_session()
+@pytest.mark.parametrize(("top_p", "shift"), [(1.0, 0.01), (0.8, 0.3)])
+def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run_with_the_numbers(make_session, top_p, shift):
+    session = make_session(top_p=top_p)
     session.step()
     engine = session._parts.engine
     put = engine.queue.put
 
     def shifted(group):
         for completion in group.completions:
-            completion.logprobs_R = completion.logprobs_R + 0.01
+            completion.logprobs_R = completion.logprobs_R - shift
         return put(group)
 
     session._parts.scorer._put = shifted
-    with pytest.raises(MismatchError, match=r"differ from the trainer's by 0.01.*0.0001 is allowed in float32"):
+    with pytest.raises(MismatchError, match=r"differ from the trainer's by 0\.\d+ .*0.0001 is allowed in float32"):
         session.step()

@@ -34,6 +34,17 @@ def test_a_mismatch_is_raised_with_the_numbers() -> None:
     assert mismatch_guard(group(), policy, "bfloat16") == 0.5
 
 
+def test_what_top_p_and_top_k_add_is_no_mismatch() -> None:
+    kept = [np.array([-1.0, -2.0 + np.log(0.9)]), np.array([-0.5, -0.25 + np.log(0.95), -3.0])]
+    assert mismatch_guard(group(), kept, top_p=0.9) < 1e-6
+    with pytest.raises(MismatchError, match=r"differ from the trainer's by 0\.05"):
+        mismatch_guard(group(), kept, top_p=0.95)
+    assert mismatch_guard(group(), [x - 1 for x in kept], top_k=5) < 1e-6
+    for truncated in ({"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}):
+        with pytest.raises(MismatchError, match=r"differ from the trainer's by 0\.01"):
+            mismatch_guard(group(), [np.array([-1.0, -1.99]), kept[1]], **truncated)
+
+
 def test_nan_is_a_mismatch() -> None:
     with pytest.raises(MismatchError, match="nan"):
         mismatch_guard(group(), [np.array([-1.0, np.nan]), np.array([-0.5, -0.25, -3.0])])
