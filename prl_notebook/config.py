@@ -227,8 +227,8 @@ class Weights:
     transfer: Literal["auto", "shared_memory", "nccl", "hccl"] = "auto"
     """'shared_memory': a file in shared memory, on every kind of device; it also serves workers that are started again.
     'nccl' (CUDA) and 'hccl' (Ascend): broadcast from device to device to vLLM workers on devices of their own, by
-    vLLM's and vllm-ascend's own backends. The group meets on a loopback port, and it cannot replace a member: a worker
-    that dies ends the run (Session.resume goes on). Not run on hardware, so 'auto' is 'shared_memory'."""
+    vLLM's and vllm-ascend's own backends; not run on hardware. The group meets on a loopback port, and it cannot
+    replace a member: a worker that dies ends the run (Session.resume goes on). 'auto' broadcasts where it can."""
 
     def __post_init__(self) -> None:
         _choice("Weights.transfer", self.transfer, ("auto", "shared_memory", "nccl", "hccl"))

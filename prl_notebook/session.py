@@ -28,7 +28,7 @@ from prl_notebook.engine.records import GroupRecord
 from prl_notebook.engine.run_state import RunState, state_of
 from prl_notebook.engine.stepping import Breakpoint, Goal, Unit
 from prl_notebook.engine.verify import VerifyReport, verify
-from prl_notebook.rollout.vllm_setup import check_transfer, check_versions
+from prl_notebook.rollout.vllm_setup import check_versions, choose_transfer
 from prl_notebook.runtime.device import plan_devices
 from prl_notebook.runtime.local import tail as last_lines
 from prl_notebook.tasks import resolve_task
@@ -199,12 +199,13 @@ class Session(RunViews):
         parent: RunState | None = None,
     ) -> None:
         task = resolve_task(model, dataset, reward_funcs)
-        self.config = config = configure(task.preset, sections, settings)
+        asked = config = configure(task.preset, sections, settings)
         check_functions(task.reward_funcs, config.grpo.reward_weights)
         plan = plan_devices(config.run.devices, config.rollout, config.trainer)
         if config.rollout.engine == "vllm":
             check_versions(plan.rollout[0][0].kind)
-            check_transfer(config.weights.transfer, plan)
+            config = dataclasses.replace(config, weights=Weights(choose_transfer(config.weights.transfer, plan)))
+        self.config = config
         source = PromptSource(task.rows, task.tokenizer, config.grpo, task.context_length)
         functions = pickle_functions(task.reward_funcs)
         self.run_dir = Path(run_dir) if run_dir else _new_run_dir(task.name)
@@ -216,7 +217,7 @@ class Session(RunViews):
             "dataset": str(dataset) if isinstance(dataset, str | Path) else None,
             "own_dataset": dataset is not None and not isinstance(dataset, str | Path),
             "own_rewards": reward_funcs is not None,
-            "config": config.to_dict(),
+            "config": asked.to_dict(),
         }
         (self.run_dir / "run.json").write_text(json.dumps(description, indent=2))
         self.plan = plan

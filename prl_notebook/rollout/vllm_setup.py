@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 from importlib import metadata
+from typing import Literal
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from prl_notebook.config import Config
-from prl_notebook.runtime.device import DevicePlan, parse_devices
+from prl_notebook.runtime.device import DevicePlan, Kind, parse_devices
 
 CHECKED = ("torch", "transformers", "torch-npu")
 INSTALL = {
@@ -24,8 +25,8 @@ INSTALL = {
     "vllm-ascend": "pip install --no-deps vllm==0.23.0 && pip install 'prl-notebook[ascend]'",
 }
 """By the distribution that decides which versions fit."""
-BROADCAST_KINDS = {"nccl": "cuda", "hccl": "npu"}
-"""By Weights.transfer: the devices it is for."""
+BROADCASTS: dict[Kind, Literal["nccl", "hccl"]] = {"cuda": "nccl", "npu": "hccl"}
+"""By the kind of device: the Weights.transfer that broadcasts between such."""
 
 
 class VersionMix(RuntimeError):
@@ -90,26 +91,30 @@ def check_torchvision() -> None:
         ) from error
 
 
-def check_transfer(transfer: str, plan: DevicePlan) -> None:
-    """Whether weights can be broadcast between the planned devices.
+def choose_transfer(transfer: str, plan: DevicePlan) -> Literal["shared_memory", "nccl", "hccl"]:
+    """How weights reach vLLM workers on the planned devices: 'auto' broadcasts where it can.
 
     Raises:
-        ValueError: naming Weights.transfer and what to use instead.
+        ValueError: if Weights.transfer asks for a broadcast that cannot work, naming what to use instead.
     """
-    if transfer not in BROADCAST_KINDS:
-        return
     kind = plan.trainer[0].kind
-    if kind != BROADCAST_KINDS[transfer]:
-        others = [name for name, wanted in BROADCAST_KINDS.items() if wanted == kind]
+    fitting = BROADCASTS.get(kind)
+    if transfer == "auto":
+        return "shared_memory" if fitting is None or plan.shared else fitting
+    if transfer == "shared_memory":
+        return "shared_memory"
+    if transfer != fitting:
+        wanted = next(other for other, name in BROADCASTS.items() if name == transfer)
         raise ValueError(
-            f"Weights.transfer={transfer!r} is for {BROADCAST_KINDS[transfer]} devices, this run is on {kind}; use "
-            f"{' or '.join(map(repr, ['auto', *others]))}"
+            f"Weights.transfer={transfer!r} is for {wanted} devices, this run is on {kind}; use "
+            f"{' or '.join(map(repr, ['auto', *filter(None, [fitting])]))}"
         )
     if plan.shared:
         raise ValueError(
             f"Weights.transfer={transfer!r} sends weights from the trainer's device to others, but rollout and trainer "
             f"share {plan.trainer[0]}; use 'auto', or name more devices"
         )
+    return fitting
 
 
 def worker_environment(config: Config) -> dict[str, str]:

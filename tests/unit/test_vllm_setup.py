@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,8 +16,8 @@ from prl_notebook.rollout.vllm_arguments import end_ids, engine_arguments
 from prl_notebook.rollout.vllm_setup import (
     VersionMix,
     check_torchvision,
-    check_transfer,
     check_versions,
+    choose_transfer,
     worker_environment,
 )
 from prl_notebook.runtime.device import plan_devices
@@ -136,15 +138,24 @@ def test_engine_arguments_follow_the_run_and_yield_to_options() -> None:
 )
 def test_broadcasts_that_cannot_work_are_refused(devices: str, transfer: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_transfer(transfer, plan_devices(devices, Rollout(engine="vllm"), Trainer()))
+        choose_transfer(transfer, plan_devices(devices, Rollout(engine="vllm"), Trainer()))
 
 
-def test_broadcasts_between_devices_and_files_everywhere_are_accepted() -> None:
-    vllm = Rollout(engine="vllm")
-    check_transfer("nccl", plan_devices("cuda:0-1", vllm, Trainer()))
-    check_transfer("hccl", plan_devices("npu:0-1", vllm, Trainer()))
-    for devices in ("cpu", "cuda:0", "cuda:0-1", "npu:0"):
-        check_transfer("auto", plan_devices(devices, vllm, Trainer()))
+def test_auto_broadcasts_between_devices_and_files_go_everywhere() -> None:
+    transfers = {
+        devices: [
+            choose_transfer(transfer, plan_devices(devices, Rollout(engine="vllm"), Trainer()))
+            for transfer in ("auto", "shared_memory")
+        ]
+        for devices in ("cpu", "cuda:0", "cuda:0-1", "npu:0", "npu:0-1")
+    }
+    assert transfers == {
+        "cpu": ["shared_memory", "shared_memory"],
+        "cuda:0": ["shared_memory", "shared_memory"],
+        "cuda:0-1": ["nccl", "shared_memory"],
+        "npu:0": ["shared_memory", "shared_memory"],
+        "npu:0-1": ["hccl", "shared_memory"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -153,6 +164,22 @@ def test_broadcasts_between_devices_and_files_everywhere_are_accepted() -> None:
 def test_only_vllm_workers_can_be_broadcast_to(rollout: Rollout) -> None:
     with pytest.raises(ValueError, match=r"Weights.transfer='nccl' needs Rollout\(engine='vllm'\).* use 'auto'"):
         Config(rollout=rollout, weights=Weights(transfer="nccl"))
+
+
+def test_a_session_tells_its_processes_what_auto_means_here_and_its_record_what_was_asked(
+    monkeypatch, tmp_path
+) -> None:
+    told = []
+
+    def assembly(task, config, *_):
+        told.append(config.weights.transfer)
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(session, "check_versions", lambda kind: "")
+    monkeypatch.setattr(session, "Assembly", assembly)
+    session.Session(rollout=Rollout(engine="vllm"), devices="cuda:0-1", run_dir=tmp_path)
+    assert told == ["nccl"]
+    assert json.loads((tmp_path / "run.json").read_text())["config"]["weights"]["transfer"] == "auto"
 
 
 def test_a_session_refuses_a_broadcast_on_the_cpu(monkeypatch) -> None:
