@@ -165,5 +165,6 @@ class Assembly:
         self.log.emit(ev.Paused(period=self.engine.period, boundary=boundary, where=where, breakpoint=breakpoint))
 
     def _resumed(self, goal: Goal) -> None:
-        self.log.emit(ev.Resumed(goal=f"{goal.remaining} {goal.unit}{'s' if goal.remaining > 1 else ''}"))
+        text = f"{goal.remaining} {goal.unit}{'s' if goal.remaining > 1 else ''}"
+        self.log.emit(ev.Resumed(goal=text, periods=goal.remaining if goal.unit == "period" else None))
         self.producer.hold(False)

@@ -204,6 +204,8 @@ class Paused(Event):
 @dataclass(frozen=True, kw_only=True)
 class Resumed(Event):
     goal: str
+    periods: int | None = None
+    """periods to go until the goal; None where it is counted in groups or micro-steps"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,8 @@ class RunState:
     """where the engine stands and what comes next, while paused"""
     breakpoint: str | None = None
     goal: str = ""
+    periods_to_go: int | None = None
+    """until the goal, the one under way included; None without a goal or where it is not counted in periods"""
     stalled: tuple[str, ...] = ()
     notices: tuple[tuple[float, str], ...] = ()
     failure: str = ""
@@ -376,7 +378,8 @@ def _(event: ev.WeightsAcknowledged, state: RunState) -> RunState:
 @_apply.register
 def _(event: ev.PeriodFinished, state: RunState) -> RunState:
     state = _in_period(state, event.period, finished_t=event.t, metrics=event.metrics)
-    return replace(state, history=(*state.history, (event.period, event.metrics)))
+    to_go = None if state.periods_to_go is None else state.periods_to_go - 1
+    return replace(state, history=(*state.history, (event.period, event.metrics)), periods_to_go=to_go)
 
 
 @_apply.register
@@ -386,12 +389,14 @@ def _(event: ev.Stalled, state: RunState) -> RunState:
 
 @_apply.register
 def _(event: ev.Paused, state: RunState) -> RunState:
-    return replace(state, status="paused", paused_at=event.where, breakpoint=event.breakpoint, goal="")
+    return replace(
+        state, status="paused", paused_at=event.where, breakpoint=event.breakpoint, goal="", periods_to_go=None
+    )
 
 
 @_apply.register
 def _(event: ev.Resumed, state: RunState) -> RunState:
-    return replace(state, status="running", paused_at="", breakpoint=None, goal=event.goal)
+    return replace(state, status="running", paused_at="", breakpoint=None, goal=event.goal, periods_to_go=event.periods)
 
 
 @_apply.register

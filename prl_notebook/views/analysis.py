@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import mean, median
 
 from prl_notebook.engine.run_state import GroupState, PeriodState, RunState, Span
 from prl_notebook.engine.timing import Interval, timing_metrics, union
@@ -145,6 +145,20 @@ def stragglers(period: PeriodState, now: float) -> list[GroupState]:
         if g.status == "generating" and g.dispatched_t is not None and now - g.dispatched_t > limit
     ]
     return sorted(late, key=lambda g: g.dispatched_t or 0.0)
+
+
+def remaining_of_run(state: RunState) -> float | None:
+    """Estimated seconds until the goal of the run, from the mean of the periods kept in detail; None if unknown."""
+    if not state.periods_to_go:
+        return None
+    lengths = [p.finished_t - p.started_t for p in state.periods if p.finished_t is not None]
+    current = state.current
+    if current is None or current.finished_t is not None:
+        return state.periods_to_go * mean(lengths) if lengths else None
+    left = remaining(current, state.periods[:-1], state.t)
+    if left is None:
+        return None
+    return left + (state.periods_to_go - 1) * (mean(lengths) if lengths else state.t - current.started_t + left)
 
 
 def remaining(period: PeriodState, earlier: Iterable[PeriodState], now: float) -> float | None:

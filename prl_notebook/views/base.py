@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+
+T = TypeVar("T")
 
 CSS = files("prl_notebook.views").joinpath("static/style.css").read_text(encoding="utf-8")
 
@@ -39,6 +41,21 @@ class View:
 
     def __repr__(self) -> str:
         return self.text
+
+
+class Same(Generic[T]):
+    """An object as a cache key, by identity: states share whatever did not change, and it never changes later."""
+
+    __slots__ = ("object",)
+
+    def __init__(self, object: T) -> None:
+        self.object = object
+
+    def __hash__(self) -> int:
+        return id(self.object)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.object is self.object
 
 
 def render(template: str, **values: Any) -> Markup:
@@ -80,6 +97,11 @@ def seconds(value: float | None) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1000:.1f} ms"
 
 
+def rough(value: float) -> str:
+    """An estimate of seconds: not more digits than it deserves, so that it does not change all the time."""
+    return "1 s" if value < 1 else seconds(round(value, -1) if value >= 60 else float(round(value)))
+
+
 def percent(value: float | None) -> str:
     return "–" if value is None or math.isnan(value) else f"{100 * value:.0f} %"
 
@@ -94,5 +116,6 @@ _environment = Environment(
     undefined=StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
+    auto_reload=False,
 )
 _environment.filters |= {"number": number, "seconds": seconds, "percent": percent}

@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from itertools import groupby
 from typing import Any
 
 from prl_notebook.engine.run_state import RunState
 from prl_notebook.views.base import View, number, render
 
 WIDTH, HEIGHT = 300, 90
-MAX_POINTS = 80
+MAX_POINTS = 60
 """More periods than this are drawn as blocks of periods, each by its last value; the first period and the last one are
 always drawn."""
 MAX_SERIES = 6
@@ -70,12 +72,12 @@ QUESTIONS = {
 @dataclass(frozen=True)
 class Series:
     name: str
-    periods: list[int]
+    periods: tuple[int, ...]
     values: list[float]
 
-    @property
+    @cached_property
     def finite(self) -> list[float]:
-        return [v for v in self.values if math.isfinite(v)]
+        return self.values if math.isfinite(sum(self.values)) else [v for v in self.values if math.isfinite(v)]
 
 
 @dataclass(frozen=True)
@@ -89,16 +91,23 @@ class Chart:
 def charts(state: RunState, most: int = MAX_POINTS) -> list[Chart]:
     """Every logged metric, gathered into charts in the order of `CHARTS`, with about `most` points or fewer each."""
     points = _points(state, most)
-    names = sorted({name for _, metrics in points for name, value in metrics.items() if value is not None})
+    periods = tuple(period for period, _ in points)
+    logged = {n: s for n in set().union(*(m for _, m in points)) if (s := _series(points, n, periods)).periods}
+    return [
+        Chart(section, title, note, [logged[n] for n in names])
+        for section, title, note, names in _arranged(tuple(sorted(logged)))
+    ]
+
+
+@lru_cache(maxsize=16)
+def _arranged(names: tuple[str, ...]) -> list[tuple[str, str, str, tuple[str, ...]]]:
+    """(section, title, note, names of its metrics) of every chart."""
     found = []
     for section, title, patterns, note in CHARTS:
-        matching = [n for n in names if any(fnmatchcase(n, p) for p in patterns)]
-        names = [n for n in names if n not in matching]
-        found += [
-            Chart(section, title, note, [_series(points, n) for n in matching[i : i + MAX_SERIES]])
-            for i in range(0, len(matching), MAX_SERIES)
-        ]
-    return found + [Chart("more", n, "", [_series(points, n)]) for n in names]
+        matching = tuple(n for n in names if any(fnmatchcase(n, p) for p in patterns))
+        names = tuple(n for n in names if n not in matching)
+        found += [(section, title, note, matching[i : i + MAX_SERIES]) for i in range(0, len(matching), MAX_SERIES)]
+    return found + [("more", n, "", (n,)) for n in names]
 
 
 def curves(state: RunState, parent: RunState | None = None) -> View:
@@ -148,20 +157,25 @@ def _points(state: RunState, most: int = MAX_POINTS) -> list[tuple[int, dict[str
     blocks = [history[:1], *(history[i : i + step] for i in range(1, len(history), step))]
     merged = []
     for block in blocks:
-        metrics: dict[str, float] = {}
-        for _, logged in block:
-            metrics |= logged  # so that a metric that is logged now and then is not missed
-        merged.append((block[-1][0], metrics))
+        period, metrics = block[-1]
+        for _, logged in reversed(block):
+            if logged.keys() != metrics.keys():
+                metrics = {**logged, **metrics}  # a metric that is logged now and then is not missed
+        merged.append((period, metrics))
     return merged
 
 
-def _series(points: list[tuple[int, dict[str, float]]], name: str) -> Series:
-    logged = [(period, metrics[name]) for period, metrics in points if metrics.get(name) is not None]
-    return Series(name, [p for p, _ in logged], [float(v) for _, v in logged])
+def _series(points: list[tuple[int, dict[str, float]]], name: str, periods: tuple[int, ...]) -> Series:
+    """`periods` are those of `points`, as all series without gaps share them."""
+    values = [metrics.get(name) for _, metrics in points]
+    if None in values:
+        periods = tuple(p for p, v in zip(periods, values, strict=True) if v is not None)
+    return Series(name, periods, [float(v) for v in values if v is not None])
 
 
 def _drawn(chart: Chart, parent: list[tuple[int, dict[str, float]]]) -> dict[str, Any]:
-    before = [_series(parent, s.name) for s in chart.series]
+    of_parent = tuple(period for period, _ in parent)
+    before = [_series(parent, s.name, of_parent) for s in chart.series]
     before = [s for s in before if s.periods]
     values = [v for s in chart.series + before for v in s.finite] or [0.0]
     low, high = min(values), max(values)
@@ -185,19 +199,24 @@ def _drawn(chart: Chart, parent: list[tuple[int, dict[str, float]]]) -> dict[str
 
 def _path(s: Series, first: int, last: int, low: float, high: float, flat: bool) -> str:
     """SVG path; a single period becomes a short dash, a missing value a gap."""
-    across = WIDTH / max(1, last - first)
+    xs = _across(s.periods, first, last)
     if flat and len(s.finite) == len(s.values) > 1:
-        return f"M{across * (s.periods[0] - first):.0f} {HEIGHT / 2}H{across * (s.periods[-1] - first):.0f}"
+        return f"M{xs[0]} {HEIGHT / 2}H{xs[-1]}"
     up = 0.0 if flat else HEIGHT / (high - low)
     bottom = HEIGHT / 2 if flat else HEIGHT + low * up
-    path, pen = [], "M"
-    for period, value in zip(s.periods, s.values, strict=True):
-        if not math.isfinite(value):
-            pen = "M"
-            continue
-        path.append(f"{pen}{across * (period - first):.0f} {bottom - up * value:.1f}")
-        pen = "L"
-    return "".join(path) + ("h6" if len(path) == 1 else "")
+    points = zip(xs, s.values, strict=True)
+    path = ""
+    for drawn, run in [(True, points)] if s.finite is s.values else groupby(points, lambda p: math.isfinite(p[1])):
+        if drawn:
+            path += "M" + "L".join([f"{x} {bottom - up * value:.1f}" for x, value in run])
+    return path + ("h6" if len(s.finite) == 1 else "")
+
+
+@lru_cache(maxsize=64)
+def _across(periods: tuple[int, ...], first: int, last: int) -> list[str]:
+    """x of each period, for all the metrics that were logged in the same ones."""
+    across = WIDTH / max(1, last - first)
+    return [f"{across * (period - first):.0f}" for period in periods]
 
 
 def sparkline(values: list[float], width: int = 40) -> str:

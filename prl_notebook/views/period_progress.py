@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prl_notebook.engine.run_state import PeriodState, RunState
 from prl_notebook.views import analysis
-from prl_notebook.views.base import View, number, plural, render, seconds
+from prl_notebook.views.base import View, number, plural, render, rough, seconds
 
 LEADING = (
     "reward",
@@ -57,7 +57,7 @@ def progress(state: RunState) -> View:
         ("trained", "trained", period.count("trained")),
     ]
     completions = sum(g.done for g in period.groups)
-    left = time_left(period, state)
+    left, run_left = time_left(period, state), time_left_of_run(state)
     metrics = _compared(state)
     body = render(
         "progress",
@@ -67,13 +67,14 @@ def progress(state: RunState) -> View:
         completions=f"{completions:,} of {plural(total * period.generations, 'completion')}",
         tokens=sum(g.tokens for g in period.groups),
         left=left,
+        run_left=run_left,
         micro_steps=period.micro_steps[-SHOWN_MICRO_STEPS:],
         hidden=max(0, len(period.micro_steps) - SHOWN_MICRO_STEPS),
         metrics=metrics,
         last=state.history[-1][0] if state.history else None,
     )
     counts = ", ".join(f"{name} {done}/{total}" for name, _, done in meters)
-    lines = [f"Period {period.period}: {counts}; {left}"]
+    lines = [f"Period {period.period}: {counts}; {left}"] + [f"  {run_left}"] * bool(run_left)
     lines += [f"  {name} {now} (before: {before})" for name, now, before, _ in metrics]
     return View(body, "\n".join(lines))
 
@@ -85,7 +86,16 @@ def time_left(period: PeriodState, state: RunState) -> str:
     if state.status in ("failed", "closed"):
         return f"not finished: the run {'has failed' if state.status == 'failed' else 'was closed'}"
     left = analysis.remaining(period, state.periods[:-1], state.t)
-    return "time left not known yet" if left is None else f"about {seconds(left)} left"
+    return "time left not known yet" if left is None else f"about {rough(left)} left"
+
+
+def time_left_of_run(state: RunState) -> str:
+    """When the goal of the run is expected to be reached, in words; empty without a goal of whole periods."""
+    if not state.periods_to_go or state.status != "running":
+        return ""
+    left = analysis.remaining_of_run(state)
+    when = "its end is not known yet" if left is None else f"ends in about {rough(left)}"
+    return f"The run: {plural(state.periods_to_go, 'period')} to go, {when}"
 
 
 def _compared(state: RunState) -> list[tuple[str, str, str, str]]:

@@ -8,10 +8,12 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from markupsafe import Markup, escape
+
 from prl_notebook.engine.run_state import DETAILED_PERIODS, PeriodState, RunState, Span
-from prl_notebook.engine.timing import busy, length
+from prl_notebook.engine.timing import length, union
 from prl_notebook.views import analysis
-from prl_notebook.views.base import View, percent, plural, render, seconds
+from prl_notebook.views.base import Same, View, percent, plural, render, seconds
 
 KINDS = {
     "generate": "generate",
@@ -29,20 +31,10 @@ MAX_ROWS = 6
 ROW = 14
 LABEL_FROM = 1.5
 """A bar carries its label from this width on, in percent of the track."""
-
-
-@dataclass(frozen=True)
-class Bar:
-    kind: str
-    left: float
-    """percent of the track"""
-    width: float
-    top: int
-    """pixels"""
-    height: int
-    label: str
-    tip: str
-    unfinished: bool = False
+KEPT_BARS = 4096
+"""Bars kept as drawn: one that is done looks the same at the next update."""
+BAR = '<span class="bar {}" style="margin:{}px 0 0 {}%;width:{}%;height:{}px" data-tip="{}">{}</span>'
+"""Not a template of its own: that takes five times as long, and there are hundreds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,7 @@ class Lane:
     """says so where bars overlap"""
     height: int
     idle: str
-    bars: list[Bar]
+    bars: list[Markup]
 
 
 @dataclass(frozen=True)
@@ -67,24 +59,11 @@ class Panel:
     finished: bool
 
 
-class _ById:
-    """A period as a cache key: states share the PeriodState of a finished period, which never changes again."""
-
-    def __init__(self, period: PeriodState) -> None:
-        self.period = period
-
-    def __hash__(self) -> int:
-        return id(self.period)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and other.period is self.period
-
-
 def timeline(state: RunState, periods: int = 3) -> View:
     """Lanes of the newest `periods` periods (of those kept in detail), the newest first."""
     workers = analysis.worker_count(state)
     panels = [
-        _drawn(p, state.t, workers) if p.finished_t is None else _finished(_ById(p), workers)
+        _drawn(p, state.t, workers) if p.finished_t is None else _finished(Same(p), workers)
         for p in reversed(state.periods[-periods:])
     ]
     if not panels:
@@ -94,8 +73,8 @@ def timeline(state: RunState, periods: int = 3) -> View:
 
 
 @lru_cache(maxsize=2 * DETAILED_PERIODS)
-def _finished(key: _ById, workers: int) -> View:
-    return _drawn(key.period, 0.0, workers)
+def _finished(period: Same[PeriodState], workers: int) -> View:
+    return _drawn(period.object, 0.0, workers)
 
 
 def _drawn(period: PeriodState, now: float, workers: int) -> View:
@@ -145,47 +124,60 @@ def _lane(
     rows: list[float] = []
     bars = []
     hidden = 0
+    start = period.started_t
     for span in sorted(spans, key=lambda s: s.start):
         row = next((i for i, free in enumerate(rows) if free <= span.start + 1e-6), len(rows))
         hidden += row == MAX_ROWS
         row = min(row, MAX_ROWS - 1)
         rows[row : row + 1] = [max(span.end, rows[row]) if row < len(rows) else span.end]
-        bars.append(_span_bar(span, row, period, scale))
+        group = None if span.group is None else period.groups[span.group]
+        sampled = (group.lengths, group.version) if group else ((), None)
+        bars.append(_span_bar(Same(span), *sampled, row, start, scale))
     height = ROW * max(1, len(rows))
-    for w in waits:
-        kind = "fence" if "fence" in w.reason else "wait"
-        left, width = _place(w.start, w.end, period, scale)
-        tip = f"{name} waited {seconds(w.seconds)} for {w.reason}"
-        bars.append(Bar(kind, left, width, 0, height, _fitting(kind if kind == "fence" else "idle", width), tip))
-    idle = 1 - length(busy(spans, name)) / max(end - period.started_t, 1e-9)
+    bars += [_wait_bar(w, height, start, scale) for w in waits]
+    idle = 1 - length(union((s.start, s.end) for s in spans)) / max(end - start, 1e-9)
     crowded = f"{hidden} more in the last row" if hidden else ""
     return Lane(name, crowded, height, percent(max(0.0, idle)), bars)
 
 
-def _span_bar(span: Span, row: int, period: PeriodState, scale: float) -> Bar:
-    left, width = _place(span.start, span.end, period, scale)
-    begin = seconds(max(0.0, span.start - period.started_t))
+@lru_cache(maxsize=KEPT_BARS)
+def _span_bar(
+    of: Same[Span], lengths: tuple[int, ...], version: int | None, row: int, started: float, scale: float
+) -> Markup:
+    span = of.object
+    left, width = _place(span.start, span.end, started, scale)
+    begin = seconds(max(0.0, span.start - started))
     tip = f"{span.lane} · {span.label} · {seconds(span.end - span.start)} · from {begin} on"
-    unfinished = False
+    css: str = span.kind
     label = SHORT.get(span.kind, "")
     if span.kind == "microstep":
         label = "m" + span.label.partition(":")[0].rpartition(" ")[2]
     elif span.group is not None:
-        g = period.groups[span.group]
         label = str(span.group)
-        unfinished = span.kind == "generate" and g.status == "generating"
-        if g.lengths:
-            tip += f" · {plural(g.tokens, 'token')}, longest {max(g.lengths)}, policy version {g.version}"
-    return Bar(span.kind, left, width, row * ROW, ROW - 1, _fitting(label, width), tip, unfinished)
+        if lengths:
+            tip += f" · {plural(sum(lengths), 'token')}, longest {max(lengths)}, policy version {version}"
+        else:
+            css = f"{span.kind} unfinished"
+    return _bar(css, left, width, row * ROW, ROW - 1, label, tip)
 
 
-def _place(start: float, end: float, period: PeriodState, scale: float) -> tuple[float, float]:
-    start = max(start, period.started_t)
-    return round((start - period.started_t) * scale, 2), round(max(0.0, end - start) * scale, 2)
+@lru_cache(maxsize=KEPT_BARS)
+def _wait_bar(wait: analysis.Wait, height: int, started: float, scale: float) -> Markup:
+    kind, label = ("fence", "fence") if "fence" in wait.reason else ("wait", "idle")
+    left, width = _place(wait.start, wait.end, started, scale)
+    return _bar(kind, left, width, 0, height, label, f"{wait.lane} waited {seconds(wait.seconds)} for {wait.reason}")
 
 
-def _fitting(label: str, width: float) -> str:
-    return label if width >= LABEL_FROM * max(1, len(label) / 2) else ""
+def _bar(css: str, left: float, width: float, top: int, height: int, label: str, tip: str) -> Markup:
+    """`left` and `width` in percent of the track, `top` and `height` in pixels."""
+    if width < LABEL_FROM * max(1, len(label) / 2):
+        label = ""
+    return Markup(BAR.format(css, top, left, width, height, escape(tip), escape(label)))
+
+
+def _place(start: float, end: float, started: float, scale: float) -> tuple[float, float]:
+    start = max(start, started)
+    return round((start - started) * scale, 2), round(max(0.0, end - start) * scale, 2)
 
 
 def _ticks(duration: float) -> list[tuple[float, str]]:

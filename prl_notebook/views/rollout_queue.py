@@ -23,6 +23,8 @@ DEPTH_WIDTH, DEPTH_HEIGHT = 600, 60
 @dataclass(frozen=True)
 class Chip:
     label: str
+    version: str
+    """policy version that samples it, as v12; empty while it waits"""
     tip: str
     done: int
     """percent"""
@@ -79,7 +81,8 @@ def _chip(g: GroupState, period: PeriodState, now: float, compact: bool, late: b
         elif g.status in ("queued", "trained") and g.reward_mean is not None:
             label = f"{g.group} · {number(g.reward_mean)}"
     done = round(100 * g.done / period.generations) if g.status == "generating" else 100
-    return Chip(label + (" ⚠" if late or g.invalid else ""), _tip(g, period, now, late), done, late)
+    version = "" if g.version is None else f"v{g.version}"
+    return Chip(label + (" ⚠" if late or g.invalid else ""), version, _tip(g, period, now, late), done, late)
 
 
 def _tip(g: GroupState, period: PeriodState, now: float, late: bool) -> str:
@@ -109,7 +112,7 @@ def _tip(g: GroupState, period: PeriodState, now: float, late: bool) -> str:
 
 
 def _numbers(chips: list[Chip]) -> str:
-    shown = ", ".join(c.label for c in chips[:8])
+    shown = ", ".join(f"{c.label} {c.version}".rstrip() for c in chips[:8])
     return shown + (f", … {len(chips) - 8} more" if len(chips) > 8 else "")
 
 

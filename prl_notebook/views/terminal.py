@@ -13,7 +13,7 @@ from prl_notebook.engine.run_state import PeriodState, RunState
 from prl_notebook.views import analysis
 from prl_notebook.views.base import number, percent, seconds
 from prl_notebook.views.metric_curves import sparkline
-from prl_notebook.views.period_progress import status, time_left
+from prl_notebook.views.period_progress import status, time_left, time_left_of_run
 
 MARKS = {
     "waiting": ("·", "dim"),
@@ -53,6 +53,8 @@ def _bars(period: PeriodState, state: RunState) -> Table:
     ):
         table.add_row(name, ProgressBar(total=total, completed=done, width=40), f"{done}/{total}")
     table.add_row("", time_left(period, state), "")
+    if run_left := time_left_of_run(state):
+        table.add_row("", run_left, "")
     return table
 
 

@@ -61,4 +61,4 @@ class CompletionExplorer(Bundled, ipw.VBox):
         self._draw()
 
     def _draw(self, _: Any = None) -> None:
-        self._panes.show(detail=self.view())
+        self._panes.show({"detail": self.view()})

@@ -7,7 +7,8 @@ callbacks. Training itself never waits for the dashboard.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import ipywidgets as ipw
@@ -31,6 +32,9 @@ READY_MADE: dict[str, Callable[[], conditions.Condition]] = {
     "ratio above 1.5": lambda: conditions.ratio_above(1.5),
 }
 """What the menu offers; any other condition is set in a cell with session.breakpoint()."""
+
+PICTURE_SECONDS = 1.0
+"""Timeline and curves, which are large, are drawn at most this often while a run goes on, one of them per update."""
 
 WHEN_BUSY = (
     "Buttons act at once while no cell is running. While one is running they act when it ends (the kernel's rule), "
@@ -63,10 +67,11 @@ class Dashboard(Bundled, ipw.VBox):
     def __init__(self, session: Steerable, timeline_periods: int = 2) -> None:
         self._session = session
         self._timeline_periods = timeline_periods
-        self._panes = Panes(live=True)
+        self._panes = Panes()
         self._message = ipw.HTML()
         self._breakpoints = ipw.HBox(layout=ipw.Layout(flex_flow="row wrap"))
-        self._curves_of: object = None
+        self._pictured: dict[str, tuple[object, float]] = {}
+        """for each picture what it shows (a part of a RunState) and when it was drawn"""
         super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
         self._follower = Follower(session.live, self._draw)
 
@@ -84,13 +89,21 @@ class Dashboard(Bundled, ipw.VBox):
         self._follower.close()
         super().close()
 
-    def _draw(self, state: RunState) -> None:
-        shown = run_views(
-            state, self._session.parent, self._timeline_periods, curves=self._curves_of is not state.history
-        )
-        self._curves_of = state.history
-        self._panes.show(**shown)
+    def _draw(self, state: RunState) -> float | None:
+        """Numbers and chips always; while a run goes on, of the pictures one that is due."""
+        now = time.monotonic()
+        subjects: dict[str, object] = {"timeline": state, "curves": state.history}
+        stale = [name for name in subjects if self._pictured.get(name, (None,))[0] is not subjects[name]]
+        drawn = stale
+        if state.status == "running" and self._pictured:
+            stale.sort(key=lambda name: self._pictured[name][1])
+            drawn = [name for name in stale[:1] if now - self._pictured[name][1] >= PICTURE_SECONDS]
+        shown = run_views(state, self._session.parent, self._timeline_periods, drawn)
+        self._pictured |= {name: (subjects[name], now) for name in drawn}
+        self._panes.show(shown, live=state.status == "running")
         self._list_breakpoints()
+        left = [self._pictured[name][1] + PICTURE_SECONDS - now for name in stale if name not in drawn]
+        return max(0.0, min(left)) if left else None
 
     def _controls(self) -> ipw.Widget:
         session = self._session
@@ -166,16 +179,18 @@ class _BreakpointBox(ipw.Checkbox):
 
 
 def run_views(
-    state: RunState, parent: RunState | None = None, timeline_periods: int = 2, curves: bool = True
+    state: RunState,
+    parent: RunState | None = None,
+    timeline_periods: int = 2,
+    pictures: Collection[str] = ("timeline", "curves"),
 ) -> dict[str, View]:
-    """The views of a run by pane; curves change once a period and can be left out in between."""
-    shown = {
-        "status": views.status(state),
-        "progress": views.progress(state),
-        "queue": views.queue(state),
-        "timeline": views.timeline(state, timeline_periods),
-    }
-    return {**shown, "curves": views.curves(state, parent)} if curves else shown
+    """The views of a run by pane; of timeline and curves those in `pictures`, since they are large."""
+    shown = {"status": views.status(state), "progress": views.progress(state), "queue": views.queue(state)}
+    if "timeline" in pictures:
+        shown["timeline"] = views.timeline(state, timeline_periods)
+    if "curves" in pictures:
+        shown["curves"] = views.curves(state, parent)
+    return shown
 
 
 def dashboard_view(state: RunState, parent: RunState | None = None, timeline_periods: int = 2) -> View:

@@ -24,45 +24,47 @@ LOOK_AGAIN = 5.0
 class Follower:
     """Draws the state now, and in a thread of its own the newest one whenever there is news, about 5 times a second.
 
+    `draw` returns after how many seconds it wants to be called again even without news; None for never.
     Ends with `close`, or when the run is closed.
     """
 
-    def __init__(self, live: LiveState, draw: Callable[[RunState], None]) -> None:
+    def __init__(self, live: LiveState, draw: Callable[[RunState], float | None]) -> None:
         self._live, self._draw = live, draw
         self._ended = threading.Event()
         self.update_seconds: deque[float] = deque(maxlen=1000)
         """CPU time that the newest updates took"""
         sequence, state = live.newer(-1)
-        self._timed(state)
-        threading.Thread(target=self._follow, args=(sequence,), name="prl-follower", daemon=True).start()
+        again = self._timed(state)
+        threading.Thread(target=self._follow, args=(sequence, again), name="prl-follower", daemon=True).start()
 
     def close(self) -> None:
         self._ended.set()
 
-    def _follow(self, seen: int) -> None:
+    def _follow(self, seen: int, again: float | None) -> None:
         while not self._ended.is_set():
-            sequence, state = self._live.newer(seen, LOOK_AGAIN)
-            if sequence == seen:
+            sequence, state = self._live.newer(seen, LOOK_AGAIN if again is None else again)
+            if sequence == seen and again is None:
                 continue
             seen = sequence
-            self._timed(state)
+            again = self._timed(state)
             if state.status == "closed":
                 return
             self._ended.wait(1 / UPDATES_PER_SECOND)
 
-    def _timed(self, state: RunState) -> None:
+    def _timed(self, state: RunState) -> float | None:
         started = time.thread_time()
-        self._draw(state)
+        again = self._draw(state)
         self.update_seconds.append(time.thread_time() - started)
+        return again
 
 
 class LiveView(Bundled, Panes):
     """One view of a run, live. `close()` ends its updates."""
 
     def __init__(self, live: LiveState, draw: Callable[[RunState], View]) -> None:
-        super().__init__(live=True)
+        super().__init__()
         self._live, self._drawing = live, draw
-        self._follower = Follower(live, lambda state: self.show(detail=draw(state)))
+        self._follower = Follower(live, self._draw)
 
     def view(self) -> View:
         return self._drawing(self._live.state)
@@ -70,3 +72,6 @@ class LiveView(Bundled, Panes):
     def close(self) -> None:
         self._follower.close()
         super().close()
+
+    def _draw(self, state: RunState) -> None:
+        self.show({"detail": self._drawing(state)}, live=state.status == "running")

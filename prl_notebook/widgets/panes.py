@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import anywidget
 import traitlets
 
@@ -17,7 +19,7 @@ class Panes(anywidget.AnyWidget):
     _css = CSS
 
     live = traitlets.Bool(False).tag(sync=True)
-    """it follows a run: the page then draws as often as it can cheaply, the newest state, so as not to slow the run"""
+    """a run goes on: the page then draws as often as it can cheaply, the newest state, so as not to slow the run"""
     status = traitlets.Unicode().tag(sync=True)
     progress = traitlets.Unicode().tag(sync=True)
     queue = traitlets.Unicode().tag(sync=True)
@@ -25,8 +27,9 @@ class Panes(anywidget.AnyWidget):
     curves = traitlets.Unicode().tag(sync=True)
     detail = traitlets.Unicode().tag(sync=True)
 
-    def show(self, **views: View) -> None:
-        """Replace panes; those that did not change are not sent."""
+    def show(self, views: Mapping[str, View], live: bool = False) -> None:
+        """Replace panes; those that did not change are not sent. All in one message, `live` with them."""
         with self.hold_sync():
+            self.live = live
             for name, view in views.items():
                 setattr(self, name, str(view.body))

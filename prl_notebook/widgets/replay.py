@@ -62,7 +62,7 @@ class ReplayPlayer(Bundled, ipw.VBox):
     def _draw(self, _: Any = None) -> None:
         state = self.state
         self._clock.value = f"{state.t:.2f} s of {self._scrubber.seconds:.2f} s"
-        self._panes.show(**run_views(state))
+        self._panes.show(run_views(state))
         if state.period is not None and state.period != self._period:
             self._period = state.period
             self._completions.load(self._records(state.period))

@@ -18,7 +18,7 @@ from prl_notebook.attention.costs import ModelDims
 from prl_notebook.attention.layout import pack
 from prl_notebook.engine import events as ev
 from prl_notebook.engine.run_state import RunState, reduce, state_of
-from prl_notebook.views import analysis, terminal
+from prl_notebook.views import analysis, base, terminal
 from prl_notebook.views.attention_mask import MAX_SHAPES
 from prl_notebook.views.metric_curves import CHARTS, MAX_POINTS, charts
 from prl_notebook.views.scrub import KEPT_EVERY, Scrubber
@@ -82,6 +82,38 @@ def test_queue_shows_every_group_in_its_stage():
     assert "policy version 3" in view.body
     busy = next(g for g in LIVE.current.groups if g.status == "generating")
     assert f"{busy.group} · w{busy.worker} · {busy.done}/8" in view.body
+
+
+def test_a_chip_carries_the_policy_version_that_sampled_its_group():
+    groups = LIVE.current.groups
+    sampled = sum(g.version is not None for g in groups)
+    assert 0 < sampled < len(groups)
+    assert views.queue(LIVE).body.count("<small>v3</small>") == sampled
+    trained = [g for g in groups if g.status == "trained"]
+    assert f"{trained[0].group} · {base.number(trained[0].reward_mean)} v3, " in views.queue(LIVE).text
+    older = replace(LIVE.current, groups=(replace(groups[0], version=2), *groups[1:]))
+    assert views.queue(replace(LIVE, periods=(older,))).body.count("<small>v2</small>") == 1
+
+
+def test_progress_says_when_the_whole_run_is_expected_to_end():
+    events = synthetic_events(4)
+    first = next(i for i, e in enumerate(events) if isinstance(e, ev.PeriodStarted))
+    events.insert(first, ev.Resumed(t=events[first].t, goal="10 periods", periods=10))
+    state = state_of(events)
+    assert state.periods_to_go == 6
+    lengths = [p.finished_t - p.started_t for p in state.periods]
+    assert analysis.remaining_of_run(state) == pytest.approx(6 * np.mean(lengths))
+    assert f"6 periods to go, ends in about {base.rough(6 * np.mean(lengths))}" in views.progress(state).text
+    assert "6 periods to go, ends in about" in views.progress(state).body
+    ends = [i for i, e in enumerate(events) if isinstance(e, ev.PeriodFinished)]
+    during = state_of(events[: ends[-1] - 20])
+    earlier = lengths[:-1]
+    left = max(0.0, np.median(earlier) - (during.t - during.current.started_t)) + 6 * np.mean(earlier)
+    assert during.periods_to_go == 7 and analysis.remaining_of_run(during) == pytest.approx(left)
+    assert "10 periods to go, its end is not known yet" in views.progress(state_of(events[: first + 2])).text
+    paused = reduce(state, ev.Paused(t=state.t, period=4, boundary="period", where="told to"))
+    assert "to go" not in views.progress(paused).text
+    assert "to go" not in views.progress(reduce(paused, ev.Resumed(t=state.t, goal="3 groups"))).text
 
 
 def test_stragglers_are_named():

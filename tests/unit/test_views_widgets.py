@@ -9,8 +9,10 @@ from synthetic_run import synthetic_events, synthetic_records
 
 from prl_notebook import views
 from prl_notebook.attention.layout import pack
+from prl_notebook.engine import events as ev
 from prl_notebook.engine.live import LiveState
 from prl_notebook.widgets import CompletionExplorer, Dashboard, LiveView, MaskExplorer, ReplayPlayer
+from prl_notebook.widgets.dashboard import PICTURE_SECONDS
 from prl_notebook.widgets.live import UPDATES_PER_SECOND
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -117,10 +119,31 @@ def test_updates_are_throttled_and_the_latest_state_wins(dashboard):
     assert "policy version 4" in dashboard._panes.status
 
 
+def test_pictures_take_turns_while_a_run_goes_on_and_are_all_drawn_when_it_stands(dashboard):
+    sent = []
+    dashboard._panes.observe(lambda change: sent.append((len(dashboard.update_seconds), change["name"])))
+    end = next(i for i, e in enumerate(EVENTS) if isinstance(e, ev.PeriodFinished)) + 1
+    for event in EVENTS[:end]:
+        dashboard._session.live(event)
+    until(lambda: "Period 0" in dashboard._panes.timeline and "finished in" in dashboard._panes.progress)
+    until(lambda: "period 0 to 0" in dashboard._panes.curves)
+    both = [{name for update, name in sent if update == n} >= {"timeline", "curves"} for n, _ in sent]
+    assert not any(both), "an update draws one of them at most"
+    for event in EVENTS[end:-1]:
+        dashboard._session.live(event)
+    paused = ev.Paused(t=EVENTS[-1].t, period=3, boundary="period", where="told to")
+    dashboard._session.live(EVENTS[-1])
+    dashboard._session.live(paused)
+    until(lambda: "told to" in dashboard._panes.status and not dashboard._panes.live, 0.7 * PICTURE_SECONDS)
+    assert "Period 3" in dashboard._panes.timeline and "period 0 to 3" in dashboard._panes.curves
+
+
 def test_an_idle_dashboard_does_nothing(dashboard):
     dashboard._session.live(EVENTS[0])
     until(lambda: len(dashboard.update_seconds) == 2)
+    time.sleep(PICTURE_SECONDS + 0.3)
     drawn = len(dashboard.update_seconds)
+    assert drawn <= 4, "the news, and then the pictures once more"
     time.sleep(0.6)
     assert len(dashboard.update_seconds) == drawn
 

@@ -2,8 +2,8 @@
 // seen, and only where it differs, so the rest is not laid out again and keeps its scroll position, hover and focus.
 // Left out: anything a static page could not show.
 
-const SHARE = 1 / 40; // of the time, at most, is spent on drawing what a run that goes on sends ...
-const LONGEST_PAUSE = 1000; // ... but it is drawn every second (ms)
+const SHARE = 1 / 80; // of the time, at most, is spent on drawing what a run that goes on sends ...
+const LONGEST_PAUSE = 2000; // ... but it is drawn every other second (ms)
 const NAMES = ["status", "progress", "queue", "timeline", "curves", "detail"];
 
 // Turns `old` into `fresh`, child by child.
@@ -43,10 +43,17 @@ function render({ model, el }) {
     const scripted = performance.now() - start;
     requestAnimationFrame((frame) => setTimeout(() => { // by now the page is laid out and painted
       const cost = scripted + performance.now() - frame;
-      earliest = performance.now() + (model.get("live") ? Math.min(LONGEST_PAUSE, cost / SHARE) : 0);
+      earliest = performance.now() + Math.min(LONGEST_PAUSE, cost / SHARE);
     }));
   };
-  const news = () => { timer ??= setTimeout(draw, Math.max(0, earliest - performance.now())); };
+  const news = () => {
+    if (!model.get("live")) { // the run stands still: show where, at once
+      clearTimeout(timer);
+      timer = undefined;
+      earliest = 0;
+    }
+    timer ??= setTimeout(draw, Math.max(0, earliest - performance.now()));
+  };
   const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       inView[isIntersecting ? "add" : "delete"](target);
