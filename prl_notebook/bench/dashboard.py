@@ -24,9 +24,11 @@ session = Session(run_dir={run_dir!r})
 session.step()
 
 def cpu_seconds():
-    \"\"\"Of the kernel, and of the browser with all its processes.\"\"\"
+    \"\"\"Of the kernel, of the Jupyter server between them, and of the browser with all its processes.\"\"\"
     browser = [p for p in psutil.Process({pid}).children(recursive=True) if "chrom" in p.name()]
-    return time.process_time(), sum(sum(p.cpu_times()[:2]) for p in browser)
+    return [sum(sum(p.cpu_times()[:2]) for p in those) for those in ([kernel], [kernel.parent()], browser)]
+
+kernel = psutil.Process()
 """
 
 MEASURE = """
@@ -42,11 +44,8 @@ def measure(periods, watched):
     updates = list(board.update_seconds) if board else []
     if board:
         board.close()
-    kernel, browser = ((b - a) / (end - start) for a, b in zip(before, after))
-    return {{
-        "tokens_per_s": tokens / (end - start), "start": start, "end": end, "updates": updates,
-        "kernel": kernel, "browser": browser,
-    }}
+    cpu = [(b - a) / (end - start) for a, b in zip(before, after)]
+    return {{"tokens_per_s": tokens / (end - start), "start": start, "end": end, "updates": updates, "cpu": cpu}}
 
 runs = []
 for i in range({rounds}):
@@ -93,7 +92,7 @@ VIEWS = {
 """Each is displayed in a cell of its own and weighed in the saved notebook."""
 
 
-def dashboard(periods: int = 6, rounds: int = 6) -> dict[str, Any]:
+def dashboard(periods: int = 6, rounds: int = 12) -> dict[str, Any]:
     """Run the bundled task in JupyterLab, `rounds` times with and without a dashboard, `periods` (at most 12) each.
 
     Returns:
@@ -103,8 +102,8 @@ def dashboard(periods: int = 6, rounds: int = 6) -> dict[str, Any]:
             periods; update_ms_10_periods: the same of 10
         messages_per_s: messages the page received while a dashboard was open
         bytes_per_view: the largest growth of the saved notebook by one view; bytes_by_view says which
-        cpu: cores in use by kernel and browser while a run goes on, [without, with] a dashboard, and by an open
-            dashboard when nothing happens
+        cpu: cores in use by kernel, server and browser: without a dashboard, with one, and with one when nothing
+            happens
     """
     from prl_notebook.bench.notebook_browser import jupyter  # needs playwright
 
@@ -132,14 +131,16 @@ def dashboard(periods: int = 6, rounds: int = 6) -> dict[str, Any]:
 
 def _summary(notebook: NotebookPage, cells: list[dict[str, Any]]) -> dict[str, Any]:
     pairs = _printed(cells[1], "RUNS")
-    idle_kernel, idle_browser = _printed(cells[2], "IDLE")
     ten, thousand = _printed(cells[3], "LONG")
     watched = [pair[1] for pair in pairs]
     updates = sorted(1000 * seconds for run in watched for seconds in run["updates"])
     seconds = sum(run["end"] - run["start"] for run in watched)
     received = [t for t, _ in notebook.messages if any(run["start"] <= t <= run["end"] for run in watched)]
     sizes = {name: len(json.dumps(cell["outputs"])) for name, cell in zip(VIEWS, cells[4:], strict=False)}
-    cpu = {who: [median(pair[i][who] for pair in pairs) for i in (0, 1)] for who in ("kernel", "browser")}
+    without, watching = (
+        [median(cores) for cores in zip(*(pair[i]["cpu"] for pair in pairs), strict=True)] for i in (0, 1)
+    )
+    cpu = {"without": without, "with": watching, "idle": _printed(cells[2], "IDLE")}
     return {
         "relative_throughput": median(pair[1]["tokens_per_s"] / pair[0]["tokens_per_s"] for pair in pairs),
         "tokens_per_s": [[pair[0]["tokens_per_s"], pair[1]["tokens_per_s"]] for pair in pairs],
@@ -150,7 +151,7 @@ def _summary(notebook: NotebookPage, cells: list[dict[str, Any]]) -> dict[str, A
         "messages_per_s": len(received) / seconds,
         "bytes_per_view": max(sizes.values()),
         "bytes_by_view": sizes,
-        "cpu": {**cpu, "idle_kernel": idle_kernel, "idle_browser": idle_browser},
+        "cpu": {name: dict(zip(("kernel", "server", "browser"), cores, strict=True)) for name, cores in cpu.items()},
     }
 
 

@@ -22,10 +22,10 @@ def shown(nb):
 
 
 def moves(nb):
-    """Within 3 seconds, however busy the machine is: the page draws less often where drawing is slow."""
+    """Within 4 seconds, however busy the machine is: the page draws less often where drawing is slow."""
     before = pane(nb, "queue")
     nb.page.wait_for_function(
-        "before => document.querySelector('[data-pane=queue]').innerText !== before", arg=before, timeout=3000
+        "before => document.querySelector('[data-pane=queue]').innerText !== before", arg=before, timeout=4000
     )
 
 

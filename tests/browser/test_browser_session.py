@@ -14,7 +14,7 @@ from prl_notebook.engine import events as ev
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
 DRAWN_MS = 1500
-"""After this the page shows what happened, even on a busy machine: it draws at least every second."""
+"""After this the page shows where a run stands, even on a busy machine; while one goes on it draws less often."""
 
 
 def wait_period(nb, at_least):
