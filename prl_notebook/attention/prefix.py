@@ -6,7 +6,7 @@ gradient is that of the whole group in one pass, and no pass is repeated or kept
 one part is alive at a time. Responses go through the pieces of kernels/split.py on every device.
 
 Shapes: P prompt tokens, N response tokens of one part, H query heads, G key/value heads, D hidden or head size,
-T response tokens (T = N).
+T response tokens (T = N). read_N: the tokens whose last hidden state is read (Plan.read_N).
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Prefix:
         hf.use_layouts(model)
         self._model, self._prompt_ids = model, np.asarray(prompt_ids, np.int64)
         ids_1P = torch.from_numpy(self._prompt_ids).to(model.device)[None]
-        capture = _Capture()
-        h_1PD = hf.run_decoder(model, ids_1P, torch.arange(ids_1P.shape[1], device=model.device)[None], capture)
+        positions_1P = torch.arange(ids_1P.shape[1], device=model.device)[None]
+        capture = _Capture(read_N=positions_1P[0, -1:])
+        h_1PD = hf.run_decoder(model, ids_1P, positions_1P, capture)
         keys_values = [x for layer in sorted(capture.seen) for x in capture.seen[layer]]
         if h_1PD.requires_grad and len(keys_values) > 2 and not keys_values[-1].requires_grad:
             raise ValueError(
@@ -108,9 +109,8 @@ class Prefix:
 class _Capture:
     """Stands in for a plan: causal attention over the prompt, keeping each layer's keys and values."""
 
-    read_N = None
-
-    def __init__(self) -> None:
+    def __init__(self, read_N: Tensor) -> None:
+        self.read_N = read_N
         self.seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(self, q_BHSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scale: float, layer: int) -> Tensor:
