@@ -99,7 +99,7 @@ def seconds(value: float | None) -> str:
 
 def rough(value: float) -> str:
     """An estimate of seconds: not more digits than it deserves, so that it does not change all the time."""
-    return "1 s" if value < 1 else seconds(round(value, -1) if value >= 60 else float(round(value)))
+    return seconds(round(value, -1)) if value >= 60 else f"{max(1, round(value))} s"
 
 
 def percent(value: float | None) -> str:

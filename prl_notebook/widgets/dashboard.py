@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import ipywidgets as ipw
@@ -34,7 +34,7 @@ READY_MADE: dict[str, Callable[[], conditions.Condition]] = {
 """What the menu offers; any other condition is set in a cell with session.breakpoint()."""
 
 PICTURE_SECONDS = 1.0
-"""Timeline and curves, which are large, are drawn at most this often while a run goes on, one of them per update."""
+"""Timeline and curves, which are large, are drawn at most this often while a run goes on."""
 
 WHEN_BUSY = (
     "Buttons act at once while no cell is running. While one is running they act when it ends (the kernel's rule), "
@@ -70,8 +70,8 @@ class Dashboard(Bundled, ipw.VBox):
         self._panes = Panes()
         self._message = ipw.HTML()
         self._breakpoints = ipw.HBox(layout=ipw.Layout(flex_flow="row wrap"))
-        self._pictured: dict[str, tuple[object, float]] = {}
-        """for each picture what it shows (a part of a RunState) and when it was drawn"""
+        self._drawn: dict[str, tuple[object, float]] = {}
+        """for numbers, timeline and curves: what they show (a part of a RunState) and when they were drawn"""
         super().__init__([self._controls(), self._breakpoints, self._message, self._panes])
         self._follower = Follower(session.live, self._draw)
 
@@ -90,20 +90,28 @@ class Dashboard(Bundled, ipw.VBox):
         super().close()
 
     def _draw(self, state: RunState) -> float | None:
-        """Numbers and chips always; while a run goes on, of the pictures one that is due."""
-        now = time.monotonic()
-        subjects: dict[str, object] = {"timeline": state, "curves": state.history}
-        stale = [name for name in subjects if self._pictured.get(name, (None,))[0] is not subjects[name]]
-        drawn = stale
-        if state.status == "running" and self._pictured:
-            stale.sort(key=lambda name: self._pictured[name][1])
-            drawn = [name for name in stale[:1] if now - self._pictured[name][1] >= PICTURE_SECONDS]
-        shown = run_views(state, self._session.parent, self._timeline_periods, drawn)
-        self._pictured |= {name: (subjects[name], now) for name in drawn}
-        self._panes.show(shown, live=state.status == "running")
+        """Whichever of numbers, timeline and curves is overdue: one per update, so that none takes long."""
+        now, running = time.monotonic(), state.status == "running"
+        subjects: dict[str, object] = {"numbers": state, "timeline": state, "curves": state.history}
+        due: dict[str, float] = {}
+        for part, subject in subjects.items():
+            shown, at = self._drawn.get(part, (None, 0.0))
+            if shown is not subject:
+                due[part] = at + (PICTURE_SECONDS if running and part != "numbers" else 0.0)
+        first = min(due, key=due.__getitem__, default="")
+        if first and due[first] <= now:
+            self._drawn[first] = subjects[first], now
+            self._panes.show(self._part(first, state), live=running)
+            del due[first]
         self._list_breakpoints()
-        left = [self._pictured[name][1] + PICTURE_SECONDS - now for name in stale if name not in drawn]
-        return max(0.0, min(left)) if left else None
+        return max(0.0, min(due.values()) - now) if due else None
+
+    def _part(self, part: str, state: RunState) -> dict[str, View]:
+        if part == "numbers":
+            return numbers(state)
+        if part == "timeline":
+            return {part: views.timeline(state, self._timeline_periods)}
+        return {part: views.curves(state, self._session.parent)}
 
     def _controls(self) -> ipw.Widget:
         session = self._session
@@ -178,19 +186,15 @@ class _BreakpointBox(ipw.Checkbox):
         self.breakpoint.enabled = change["new"]
 
 
-def run_views(
-    state: RunState,
-    parent: RunState | None = None,
-    timeline_periods: int = 2,
-    pictures: Collection[str] = ("timeline", "curves"),
-) -> dict[str, View]:
-    """The views of a run by pane; of timeline and curves those in `pictures`, since they are large."""
-    shown = {"status": views.status(state), "progress": views.progress(state), "queue": views.queue(state)}
-    if "timeline" in pictures:
-        shown["timeline"] = views.timeline(state, timeline_periods)
-    if "curves" in pictures:
-        shown["curves"] = views.curves(state, parent)
-    return shown
+def numbers(state: RunState) -> dict[str, View]:
+    """The small views of a run by pane."""
+    return {"status": views.status(state), "progress": views.progress(state), "queue": views.queue(state)}
+
+
+def run_views(state: RunState, parent: RunState | None = None, timeline_periods: int = 2) -> dict[str, View]:
+    """The views of a run by pane."""
+    pictures = {"timeline": views.timeline(state, timeline_periods), "curves": views.curves(state, parent)}
+    return numbers(state) | pictures
 
 
 def dashboard_view(state: RunState, parent: RunState | None = None, timeline_periods: int = 2) -> View:

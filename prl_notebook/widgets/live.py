@@ -17,6 +17,11 @@ from prl_notebook.widgets.bundle import Bundled
 from prl_notebook.widgets.panes import Panes
 
 UPDATES_PER_SECOND = 5.0
+SHARE = 1 / 100
+"""Updates take at most this share of the time: where one takes more than 2 milliseconds, because the period is huge or
+because a run fills the machine, they come less often than 5 times a second, yet ..."""
+LONGEST_PAUSE = 1.0
+"""... every second."""
 LOOK_AGAIN = 5.0
 """Seconds after which a waiting follower looks whether it was closed."""
 
@@ -46,10 +51,12 @@ class Follower:
             if sequence == seen and again is None:
                 continue
             seen = sequence
+            started = time.monotonic()
             again = self._timed(state)
-            if state.status == "closed":
+            if state.status == "closed" and again is None:
                 return
-            self._ended.wait(1 / UPDATES_PER_SECOND)
+            took = time.monotonic() - started
+            self._ended.wait(min(LONGEST_PAUSE, max(1 / UPDATES_PER_SECOND, took / SHARE)))
 
     def _timed(self, state: RunState) -> float | None:
         started = time.thread_time()
