@@ -2,8 +2,8 @@
 // seen, and only where it differs, so the rest is not laid out again and keeps its scroll position, hover and focus.
 // Left out: anything a static page could not show.
 
-const SHARE = 1 / 80; // of the time, at most, is spent on drawing what a run that goes on sends ...
-const LONGEST_PAUSE = 2000; // ... but it is drawn every other second (ms)
+const SHARE = 1 / 60; // of the time, at most, is spent on drawing what a run that goes on sends ...
+const LONGEST_PAUSE = 1500; // ... but it is drawn at least this often (ms)
 const NAMES = ["status", "progress", "queue", "timeline", "curves", "detail"];
 
 // Turns `old` into `fresh`, child by child.
