@@ -4,7 +4,7 @@ With the output and log-sum-exp of the whole softmax, the backward of a part is 
 are exp(score - lse) and the row sum of dO * O is the whole row's. So parts need not be kept, only the merged result.
 On CPU this is PyTorch's flash kernel; elsewhere plain matrix products, a slice of queries at a time.
 
-Shapes: C spans of L queries and P keys, H heads, D head dimension; causal parts have L = P.
+Shapes: C spans of L queries and P keys, H query heads, G key/value heads, D head dimension; causal parts have L = P.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
-def forward(q_CLHD: Tensor, k_CPHD: Tensor, v_CPHD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(q_CLHD: Tensor, k_CPGD: Tensor, v_CPGD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """o_CLHD, lse_CLH"""
     kernel = _flash if q_CLHD.device.type == "cpu" else plain
-    q_CHLD, k_CHPD, v_CHPD = (x.transpose(1, 2) for x in (q_CLHD, k_CPHD, v_CPHD))
-    o_CHLD, lse_CHL = kernel(q_CHLD, k_CHPD, v_CHPD, causal, scale)
+    q_CHLD, k_CGPD, v_CGPD = (x.transpose(1, 2) for x in (q_CLHD, k_CPGD, v_CPGD))
+    o_CHLD, lse_CHL = kernel(q_CHLD, k_CGPD, v_CGPD, causal, scale)
     return o_CHLD.transpose(1, 2), lse_CHL.transpose(1, 2)
 
 
 def backward(
     do_CLHD: Tensor,
     q_CLHD: Tensor,
-    k_CPHD: Tensor,
-    v_CPHD: Tensor,
+    k_CPGD: Tensor,
+    v_CPGD: Tensor,
     o_CLHD: Tensor,
     lse_CLH: Tensor,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """dq_CLHD, dk_CPHD, dv_CPHD of this part; o and lse are those of the whole softmax."""
+    """dq_CLHD, dk_CPGD, dv_CPGD of this part; o and lse are those of the whole softmax."""
     if causal and q_CLHD.shape[1] >= 2 * CAUSAL_BLOCK:
-        return _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale)
+        return _backward_in_halves(do_CLHD, q_CLHD, k_CPGD, v_CPGD, o_CLHD, lse_CLH, scale)
     kernel = _flash_backward if q_CLHD.device.type == "cpu" else plain_backward
-    do, q, k, v, o, lse = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH))
+    do, q, k, v, o, lse = (x.transpose(1, 2) for x in (do_CLHD, q_CLHD, k_CPGD, v_CPGD, o_CLHD, lse_CLH))
     dq, dk, dv = kernel(do, q, k, v, o, lse, causal, scale)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-def _backward_in_halves(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, scale: float) -> tuple[Tensor, ...]:
+def _backward_in_halves(do_CLHD, q_CLHD, k_CPGD, v_CPGD, o_CLHD, lse_CLH, scale: float) -> tuple[Tensor, ...]:
     """Backward of a causal part as that of three: early on early keys, late on late keys, late on all early keys."""
     L = q_CLHD.shape[1]
     early, late = slice(0, L // 2), slice(L // 2, L)
 
     def of(queries: slice, keys: slice, causal: bool) -> tuple[Tensor, ...]:
         do, q, o, lse = (x[:, queries] for x in (do_CLHD, q_CLHD, o_CLHD, lse_CLH))
-        return backward(do, q, k_CPHD[:, keys], v_CPHD[:, keys], o, lse, causal, scale)
+        return backward(do, q, k_CPGD[:, keys], v_CPGD[:, keys], o, lse, causal, scale)
 
     (dq_early, dk_early, dv_early), (dq_late, dk_late, dv_late) = of(early, early, True), of(late, late, True)
     dq_below, dk_below, dv_below = of(late, early, False)
@@ -75,18 +75,19 @@ def merge(a_CLHD: Tensor, a_lse_CLH: Tensor, b_CLHD: Tensor, b_lse_CLH: Tensor) 
 # The public scaled_dot_product_attention runs these very operators on CPU but hides the log-sum-exp.
 
 
-def _flash(q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_CHLD, k_CHPD, v_CHPD, 0.0, causal, scale=scale)
+def _flash(q_CHLD: Tensor, k_CGPD: Tensor, v_CGPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q_CHLD, k_CGPD, v_CGPD, 0.0, causal, scale=scale)
 
 
-def _flash_backward(do_CHLD, q_CHLD, k_CHPD, v_CHPD, o_CHLD, lse_CHL, causal: bool, scale: float):
+def _flash_backward(do_CHLD, q_CHLD, k_CGPD, v_CGPD, o_CHLD, lse_CHL, causal: bool, scale: float):
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do_CHLD, q_CHLD, k_CHPD, v_CHPD, o_CHLD, lse_CHL, 0.0, causal, scale=scale
+        do_CHLD, q_CHLD, k_CGPD, v_CGPD, o_CHLD, lse_CHL, 0.0, causal, scale=scale
     )
 
 
-def plain(q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def plain(q_CHLD: Tensor, k_CGPD: Tensor, v_CGPD: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """o_CHLD, lse_CHL"""
+    k_CHPD, v_CHPD = _per_query_head(k_CGPD, q_CHLD), _per_query_head(v_CGPD, q_CHLD)
     outputs, lses = [], []
     for start in range(0, q_CHLD.shape[2], QUERY_SLICE):
         scores = _scores(q_CHLD[:, :, start : start + QUERY_SLICE], k_CHPD, start, causal, scale)
@@ -97,9 +98,10 @@ def plain(q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, causal: bool, scale: f
 
 
 def plain_backward(
-    do_CHLD: Tensor, q_CHLD: Tensor, k_CHPD: Tensor, v_CHPD: Tensor, o_CHLD: Tensor, lse_CHL: Tensor, causal, scale
+    do_CHLD: Tensor, q_CHLD: Tensor, k_CGPD: Tensor, v_CGPD: Tensor, o_CHLD: Tensor, lse_CHL: Tensor, causal, scale
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq_CHLD, dk_CHPD, dv_CHPD"""
+    """dq_CHLD, dk_CGPD, dv_CGPD"""
+    k_CHPD, v_CHPD = _per_query_head(k_CGPD, q_CHLD), _per_query_head(v_CGPD, q_CHLD)
     dq = []
     dk_CHPD, dv_CHPD = torch.zeros_like(k_CHPD), torch.zeros_like(v_CHPD)
     for start in range(0, q_CHLD.shape[2], QUERY_SLICE):
@@ -111,7 +113,13 @@ def plain_backward(
         ds = (p * (do @ v_CHPD.transpose(-1, -2) - row_sum)).to(q.dtype)
         dq.append(ds @ k_CHPD * scale)
         dk_CHPD += ds.transpose(-1, -2) @ q * scale
-    return torch.cat(dq, 2), dk_CHPD, dv_CHPD
+    heads = (k_CGPD.shape[1], -1)
+    return torch.cat(dq, 2), dk_CHPD.unflatten(1, heads).sum(2), dv_CHPD.unflatten(1, heads).sum(2)
+
+
+def _per_query_head(x_CGPD: Tensor, q_CHLD: Tensor) -> Tensor:
+    """x_CHPD: key/value heads repeated for the query heads that share them, as the CPU kernel does by itself."""
+    return x_CGPD.repeat_interleave(q_CHLD.shape[1] // x_CGPD.shape[1], 1)
 
 
 def _scores(q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:

@@ -145,10 +145,9 @@ class _Pieces(torch.autograd.Function):
     def forward(ctx, q_NHD: Tensor, k_MGD: Tensor, v_MGD: Tensor, pieces: list[Piece], scale: float) -> Tensor:
         o_NHD = torch.zeros_like(q_NHD)
         lse_NH = q_NHD.new_full(q_NHD.shape[:2], float("-inf"), dtype=partial.lse_dtype(q_NHD))
-        k_MHD, v_MHD = _per_query_head(k_MGD, q_NHD), _per_query_head(v_MGD, q_NHD)
         for queries, keys, causal in pieces:
-            q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)
-            o_CLHD, lse_CLH = partial.forward(q_CLHD, k_CPHD, v_CPHD, causal, scale)
+            q_CLHD, k_CPGD, v_CPGD = queries.take(q_NHD), keys.take(k_MGD), keys.take(v_MGD)
+            o_CLHD, lse_CLH = partial.forward(q_CLHD, k_CPGD, v_CPGD, causal, scale)
             if not causal:
                 o_CLHD, lse_CLH = partial.merge(o_CLHD, lse_CLH, queries.take(o_NHD), queries.take(lse_NH))
             queries.put(o_NHD, o_CLHD)
@@ -160,21 +159,13 @@ class _Pieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do_NHD: Tensor):  # type: ignore[override]
         q_NHD, k_MGD, v_MGD, o_NHD, lse_NH = ctx.saved_tensors
-        k_MHD, v_MHD = _per_query_head(k_MGD, q_NHD), _per_query_head(v_MGD, q_NHD)
-        dq_NHD, dk_MHD, dv_MHD = torch.zeros_like(q_NHD), torch.zeros_like(k_MHD), torch.zeros_like(v_MHD)
+        dq_NHD, dk_MGD, dv_MGD = torch.zeros_like(q_NHD), torch.zeros_like(k_MGD), torch.zeros_like(v_MGD)
         for queries, keys, causal in ctx.pieces:
-            q_CLHD, k_CPHD, v_CPHD = queries.take(q_NHD), keys.take(k_MHD), keys.take(v_MHD)
+            q_CLHD, k_CPGD, v_CPGD = queries.take(q_NHD), keys.take(k_MGD), keys.take(v_MGD)
             o_CLHD, lse_CLH, do_CLHD = queries.take(o_NHD), queries.take(lse_NH), queries.take_real(do_NHD)
-            dq, dk, dv = partial.backward(do_CLHD, q_CLHD, k_CPHD, v_CPHD, o_CLHD, lse_CLH, causal, ctx.scale)
+            dq, dk, dv = partial.backward(do_CLHD, q_CLHD, k_CPGD, v_CPGD, o_CLHD, lse_CLH, causal, ctx.scale)
             write = Tokens.put if causal else Tokens.add_to  # self pieces come first, and no token is in two of them
             write(queries, dq_NHD, dq)
-            write(keys, dk_MHD, dk)
-            write(keys, dv_MHD, dv)
-        heads = (k_MGD.shape[1], -1)
-        return dq_NHD, dk_MHD.unflatten(1, heads).sum(2), dv_MHD.unflatten(1, heads).sum(2), None, None
-
-
-def _per_query_head(x_MGD: Tensor, q_NHD: Tensor) -> Tensor:
-    """x_MHD: key/value heads repeated for the query heads that share them."""
-    repeat = q_NHD.shape[1] // x_MGD.shape[1]
-    return x_MGD if repeat == 1 else x_MGD.repeat_interleave(repeat, 1)
+            write(keys, dk_MGD, dk)
+            write(keys, dv_MGD, dv)
+        return dq_NHD, dk_MGD, dv_MGD, None, None
