@@ -29,7 +29,7 @@ STEPS = 2
 """measured optimizer steps, after one that warms up"""
 MICRO_BATCHES = (128, 32)
 """TRL's per_device_train_batch_size; the generation batch stays PROMPTS * K"""
-GROUPS_IN_FLIGHT = (16, 4)
+GROUPS_IN_FLIGHT = (16, 2)
 """Rollout.groups_in_flight of this engine"""
 
 
