@@ -12,7 +12,6 @@ from prl_notebook.attention.layout import pack
 from prl_notebook.engine import events as ev
 from prl_notebook.engine.live import LiveState
 from prl_notebook.widgets import CompletionExplorer, Dashboard, LiveView, MaskExplorer, ReplayPlayer
-from prl_notebook.widgets.dashboard import PICTURE_SECONDS
 from prl_notebook.widgets.live import UPDATES_PER_SECOND
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
@@ -44,7 +43,7 @@ def button(dashboard, label):
     return next(b for b in dashboard.children[0].children[0].children if getattr(b, "description", "") == label)
 
 
-def until(true, seconds=5.0):
+def until(true, seconds=20.0):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -129,28 +128,38 @@ def test_numbers_timeline_and_curves_take_turns(dashboard):
     end = next(i for i, e in enumerate(EVENTS) if isinstance(e, ev.PeriodFinished)) + 1
     for event in EVENTS[:end]:
         dashboard._session.live(event)
-    until(lambda: "Period 0" in dashboard._panes.timeline and "finished in" in dashboard._panes.progress, 15)
-    until(lambda: "period 0 to 0" in dashboard._panes.curves, 15)
+    until(lambda: "Period 0" in dashboard._panes.timeline and "finished in" in dashboard._panes.progress)
+    until(lambda: "period 0 to 0" in dashboard._panes.curves)
     for update in {update for update, _ in sent}:
         shown = {name for at, name in sent if at == update}
         assert any(shown <= part for part in parts), shown
 
 
-def test_all_is_up_to_date_soon_after_the_run_stands_still(dashboard):
+def test_all_is_up_to_date_soon_after_the_run_stands_still(dashboard, monkeypatch):
+    monkeypatch.setattr("prl_notebook.widgets.dashboard.PICTURE_SECONDS", 1000.0)
     for event in EVENTS:
         dashboard._session.live(event)
     dashboard._session.live(ev.Paused(t=EVENTS[-1].t, period=3, boundary="period", where="told to"))
     until(lambda: "told to" in dashboard._panes.status and not dashboard._panes.live)
-    until(lambda: "Period 3" in dashboard._panes.timeline and "period 0 to 3" in dashboard._panes.curves, 0.8)
+    until(lambda: "Period 3" in dashboard._panes.timeline and "period 0 to 3" in dashboard._panes.curves)
     dashboard._session.live(ev.RunClosed(t=EVENTS[-1].t, version=4))
     until(lambda: "closed" in dashboard._panes.status)
     assert "told to" not in dashboard._panes.status
 
 
+def test_all_is_up_to_date_after_a_run_was_closed_under_way(dashboard):
+    for event in (*EVENTS, ev.RunClosed(t=EVENTS[-1].t, version=4)):
+        dashboard._session.live(event)
+    until(lambda: "closed" in dashboard._panes.status)
+    until(lambda: "Period 3" in dashboard._panes.timeline and "period 0 to 3" in dashboard._panes.curves)
+
+
 def test_an_idle_dashboard_does_nothing(dashboard):
     dashboard._session.live(EVENTS[0])
-    until(lambda: "running" in dashboard._panes.status)
-    time.sleep(PICTURE_SECONDS + 0.5)
+    state = dashboard._session.live.state
+    until(lambda: all(dashboard._drawn[part][0] is state for part in ("numbers", "timeline")))
+    until(lambda: dashboard._drawn["curves"][0] is state.history)
+    time.sleep(0.3)
     drawn = len(dashboard.update_seconds)
     time.sleep(0.6)
     assert len(dashboard.update_seconds) == drawn
