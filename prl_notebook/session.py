@@ -443,13 +443,19 @@ class Session(RunViews):
     # ---- ending
 
     def close(self) -> None:
-        """End every process, save an unsaved policy, write report.html. Calling it again does nothing."""
+        """End every process, save an unsaved policy, write report.html. Calling it again does nothing.
+
+        Raises:
+            RemoteError, ProcessDied: the policy could not be saved; the processes are ended all the same.
+        """
         if self._closed:
             return
         self._closed = True
         groups = self.groups
-        self._finalizer()
-        (self.run_dir / "report.html").write_text(report_html(self.state, groups, self._dims()), encoding="utf-8")
+        try:
+            self._finalizer()
+        finally:
+            (self.run_dir / "report.html").write_text(report_html(self.state, groups, self._dims()), encoding="utf-8")
 
     def __enter__(self) -> Session:
         return self

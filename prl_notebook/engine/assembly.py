@@ -137,10 +137,15 @@ class Assembly:
         return self.stepper.command(function, abandon_period).result()
 
     def close(self) -> None:
-        """End threads and processes, save what is unsaved, remove shared memory."""
+        """Save what is unsaved, end threads and processes, remove shared memory."""
         stands = self.stepper.at == "period" and self.engine.failure is None
-        if stands and self._saved_version != self.engine.version:
-            self.at_boundary(self.save)
+        try:
+            if stands and self._saved_version != self.engine.version:
+                self.at_boundary(self.save, abandon_period=True)
+        finally:
+            self._take_apart()
+
+    def _take_apart(self) -> None:
         self.stepper.close()
         self.engine.join(timeout=1.0)
         self.scorer.stop()

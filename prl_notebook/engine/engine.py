@@ -316,7 +316,7 @@ class Engine(threading.Thread):
         """The fence: wait until every worker has acknowledged `ref`."""
         fence = self.producer.load(ref)
         while not fence.done():
-            self.stepper.interrupting()
+            self.stepper.raise_if_closed()
             self.queue.raise_failure()
             wait([fence], timeout=POLL_SECONDS)
         fence.result()

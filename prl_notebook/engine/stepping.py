@@ -119,7 +119,7 @@ class Stepper:
     def command(self, function: Callable[[], Any], abandon_period: bool = False) -> Future[Any]:
         """Have the engine's thread call `function` when it stands at a period boundary.
 
-        With `abandon_period` a period under way is given up first.
+        With `abandon_period` the present goal is dropped, and a period under way given up first.
         """
         future: Future[Any] = Future()
         with self._changed:
@@ -127,9 +127,21 @@ class Stepper:
                 future.set_exception(RuntimeError("the session is closed"))
                 return future
             self._commands.append((function, future))
-            self._abandon = abandon_period and self.at != "period"
+            if abandon_period and self.at == "period":
+                self._finish_goal(None)  # set, but not begun
+            elif abandon_period:
+                self._abandon = True
             self._changed.notify_all()
         return future
+
+    def raise_if_closed(self) -> None:
+        """Called by the engine while it waits at a period boundary, where there is nothing to give up.
+
+        Raises:
+            Closed: the session is being closed.
+        """
+        if self._closed:
+            raise Closed
 
     def interrupting(self) -> None:
         """Called by the engine while it waits inside a period.
@@ -138,15 +150,13 @@ class Stepper:
             Closed: the session is being closed.
             PeriodAbandoned: the period is to be given up.
         """
-        if self._closed:
-            raise Closed
+        self.raise_if_closed()
         if self._abandon:
-            self._abandon = False
             raise PeriodAbandoned
 
     def begin(self, where: str) -> None:
         """The engine is ready at the first period boundary; a goal may have been set already."""
-        if self._goal is None or self._pause:
+        if self._goal is None or self._pause or self._abandon:
             self.stand("period", where)
 
     def arrive(self, boundary: Unit, where: str, groups: int = 0, subject: Any = None) -> None:
@@ -154,12 +164,15 @@ class Stepper:
 
         `where` says in words what was done and what comes next; `subject` is what breakpoints look at.
         """
-        self.interrupting()
+        if boundary == "period":
+            self.raise_if_closed()
+        else:
+            self.interrupting()
         with self._changed:
             goal = self._goal
             if goal:
                 goal.remaining -= groups if goal.unit == "group" else (goal.unit == boundary)
-            reached = goal is None or goal.remaining <= 0 or self._pause
+            reached = goal is None or goal.remaining <= 0 or self._pause or self._abandon
         hit = self._hit(boundary, subject)
         if hit or reached:
             self.stand(boundary, where, hit)
@@ -185,11 +198,13 @@ class Stepper:
         return None
 
     def stand(self, boundary: Unit, where: str, breakpoint: str | None = None) -> None:
-        """Block until there is a goal; run commands meanwhile, if this is a period boundary."""
+        """Block until there is a goal; run commands first, if this is a period boundary."""
         self._on_pause(boundary, where, breakpoint)
         with self._changed:
             self._pause = False
             self.at = boundary
+            if boundary == "period":
+                self._abandon = False
             self._finish_goal(None)
         while True:
             with self._changed:
@@ -198,7 +213,8 @@ class Stepper:
                 )
                 self.at = None
                 self.interrupting()
-                if self._goal:
+                if boundary != "period" or not self._commands:
+                    goal = self._goal
                     break
                 function, future = self._commands.popleft()
                 self.at = boundary
@@ -206,7 +222,8 @@ class Stepper:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised where the caller waits
                 future.set_exception(error)
-        self._on_resume(self._goal)
+        assert goal is not None
+        self._on_resume(goal)
 
     def _finish_goal(self, error: Exception | None) -> None:
         goal, self._goal = self._goal, None

@@ -84,7 +84,7 @@ def verify(engine: Engine, permutations: int, seed: int) -> VerifyReport:
     shared = engine.config.trainer.shared_prompt is not False
     arrivals: list[list[Group]] = []
     while sum(map(len, arrivals)) < len(prompts):
-        engine.stepper.interrupting()
+        engine.stepper.raise_if_closed()
         if batch := engine.queue.take(PERIODIC, "arrival", budget, shared, POLL_SECONDS):
             arrivals.append(batch)
     engine.producer.hold(True)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL, events_of, final_weights
+from small_runs import ROWS, SMALL, digit_share, events_of, final_weights
 
 from prl_notebook import Rollout, Run, Session, SessionError, Trainer
 from prl_notebook.engine import events as ev
@@ -108,6 +110,31 @@ def test_rewind_and_fork_go_on_from_where_they_say(make_session, tmp_path):
     straight = make_session(run=keep)
     straight.run(3).wait()
     assert final_weights(straight) == again
+
+
+@pytest.mark.strict
+def test_rewinds_at_random_moments_change_nothing(make_session, tmp_path):
+    """While the processes start, at the fence, in the middle of a period, while a checkpoint is written."""
+    keep = dataclasses.replace(EXACT, checkpoint_every=1, keep_checkpoints=0)
+    straight = make_session(run=keep)
+    straight.run(3).wait()
+    expected = final_weights(straight)
+
+    session = make_session(run=keep)
+    session.step()
+    session.close()
+    chance = random.Random(0)
+    with Session.resume(session.run_dir, ROWS, digit_share) as again:
+        for pause in [0.0, 0.0, *(chance.expovariate(5.0) for _ in range(12))]:
+            handle = again.run(1000)
+            time.sleep(pause)
+            again.rewind(chance.choice([0, max(0, len(again.metrics) - 1)]))
+            assert handle.done and again.state.status == "paused"
+            if not again.metrics:
+                again.step()
+        again.rewind(1)
+        again.run(2).wait()
+        assert final_weights(again) == expected
 
 
 def test_no_prompt_goes_out_before_every_worker_has_acknowledged(make_session):

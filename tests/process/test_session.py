@@ -15,6 +15,7 @@ from small_runs import SMALL, events_of
 
 from prl_notebook import Session, SessionError
 from prl_notebook.engine import events as ev
+from prl_notebook.runtime.local import ProcessDied
 
 
 def test_steps_by_period_group_and_microstep(make_session):
@@ -101,6 +102,16 @@ def test_close_ends_every_process_and_the_session_says_so(make_session):
         session.step()
     assert (session.run_dir / "report.html").stat().st_size > 1000
     assert isinstance(list(ev.read_events(session.run_dir / "events.jsonl"))[-1], ev.RunClosed)
+
+
+def test_close_after_the_trainer_died_says_so_and_ends_the_rest(make_session):
+    session = make_session()
+    session.step()
+    trainer = next(e.pid for e in events_of(session, ev.ProcessStarted) if e.name == "trainer-0")
+    os.kill(trainer, signal.SIGKILL)
+    with pytest.raises(ProcessDied, match="trainer-0 died with exit code -9"):
+        session.close()
+    assert not session.pids and (session.run_dir / "report.html").exists()
 
 
 def test_a_forgotten_session_ends_its_processes(make_session, small_model, tmp_path):

@@ -135,6 +135,38 @@ def test_closing_and_abandoning_unwind_a_waiting_engine():
         control.run("period", 1)
 
 
+@pytest.mark.parametrize("arrive", [Stepper.begin, lambda control, where: control.arrive("period", where)])
+def test_giving_up_a_period_between_two_periods_drops_the_goal_alone(arrive):
+    """A rewind that comes while the engine starts, waits at the fence or saves a checkpoint."""
+    control, _ = stepper()
+    goal = control.run("period", 5)
+    answer = control.command(lambda: "done", abandon_period=True)
+    control.raise_if_closed()  # at the fence: goes on waiting
+    engine = threading.Thread(target=arrive, args=(control, "here"))
+    engine.start()
+    assert answer.result(5) == "done" and goal.done.done() and control.at == "period"
+    control.run("period", 1)
+    engine.join(5)
+    assert not engine.is_alive()
+    control.interrupting()  # the period that began is not given up
+
+
+def test_a_command_that_gives_up_the_period_comes_before_a_goal_that_has_not_begun():
+    resumed = threading.Event()
+    control = Stepper(lambda *_: None, lambda goal: resumed.set())
+    engine = threading.Thread(target=control.stand, args=("period", "here"))
+    engine.start()
+    while control.at is None:
+        pass
+    with control._changed:  # the engine does not get to see the goal before the command
+        goal = control.run("period", 1000)
+        answer = control.command(lambda: "done", abandon_period=True)
+    assert answer.result(5) == "done" and goal.done.done() and not resumed.is_set()
+    control.run("period", 1)
+    engine.join(5)
+    assert resumed.is_set()
+
+
 def test_a_breakpoint_with_a_mistake_is_switched_off_and_named():
     control, told = stepper()
     control.run("period", 1)
