@@ -205,6 +205,9 @@ class LocalRuntime:
         self.log_dir, self.session_dir = log_dir, session_dir
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._remotes: list[Remote] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        """producer and scorer start processes again, each in its own thread"""
         _runtimes.add(self)
 
     def start(
@@ -218,7 +221,11 @@ class LocalRuntime:
         on_event: Callable[[Any], None] | None = None,
         on_death: Callable[[Exception], None] | None = None,
     ) -> Remote:
-        """Start a process that makes `target` ('module:Class') with `kwargs`; returns before it is ready."""
+        """Start a process that makes `target` ('module:Class') with `kwargs`; returns before it is ready.
+
+        Raises:
+            RuntimeError: the runtime has been closed; a process started now would outlive the session.
+        """
         boot = Boot(target, kwargs, list(sys.path), str(self.session_dir) if self.session_dir else None)
         env = {
             "OMP_NUM_THREADS": str(threads),
@@ -226,8 +233,11 @@ class LocalRuntime:
             "TOKENIZERS_PARALLELISM": "false",
             **(environment or {}),
         }
-        remote = Remote(name, boot, self.log_dir / f"{name}.log", env, on_event, on_death)
-        self._remotes = [r for r in self._remotes if r.alive] + [remote]
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{name} is not started: the session is being closed")
+            remote = Remote(name, boot, self.log_dir / f"{name}.log", env, on_event, on_death)
+            self._remotes = [r for r in self._remotes if r.alive] + [remote]
         return remote
 
     def pids(self) -> list[int]:
@@ -235,7 +245,9 @@ class LocalRuntime:
         return [r.pid for r in self._remotes if r.alive]
 
     def close(self) -> None:
-        """End every process; ask all first, so that they end together."""
+        """End every process; ask all first, so that they end together. No more can be started."""
+        with self._lock:
+            self._closed = True
         for remote in self._remotes:
             remote.ask_to_close()
         deadline = time.monotonic() + CLOSE_SECONDS
