@@ -73,9 +73,9 @@ class Stepper:
         return goal.unit if goal else None
 
     @property
-    def paused(self) -> bool:
-        """True while no goal is set or a pause was asked for."""
-        return self._goal is None or self._pause
+    def _halts(self) -> bool:
+        """True when the engine is to stand at the next boundary."""
+        return self._goal is None or self._goal.remaining <= 0 or self._pause or self._abandon
 
     def run(self, unit: Unit, count: int) -> Goal:
         """Set a goal.
@@ -156,7 +156,7 @@ class Stepper:
 
     def begin(self, where: str) -> None:
         """The engine is ready at the first period boundary; a goal may have been set already."""
-        if self._goal is None or self._pause or self._abandon:
+        if self._halts:
             self.stand("period", where)
 
     def arrive(self, boundary: Unit, where: str, groups: int = 0, subject: Any = None) -> None:
@@ -169,12 +169,11 @@ class Stepper:
         else:
             self.interrupting()
         with self._changed:
-            goal = self._goal
-            if goal:
+            if goal := self._goal:
                 goal.remaining -= groups if goal.unit == "group" else (goal.unit == boundary)
-            reached = goal is None or goal.remaining <= 0 or self._pause or self._abandon
+            halts = self._halts
         hit = self._hit(boundary, subject)
-        if hit or reached:
+        if hit or halts:
             self.stand(boundary, where, hit)
 
     def break_on_group(self, group: Group, where: str) -> None:

@@ -119,7 +119,8 @@ def plain_backward(
 
 def _per_query_head(x_CGPD: Tensor, q_CHLD: Tensor) -> Tensor:
     """x_CHPD: key/value heads repeated for the query heads that share them, as the CPU kernel does by itself."""
-    return x_CGPD.repeat_interleave(q_CHLD.shape[1] // x_CGPD.shape[1], 1)
+    sharing = q_CHLD.shape[1] // x_CGPD.shape[1]
+    return x_CGPD.unsqueeze(2).expand(-1, -1, sharing, -1, -1).flatten(1, 2)  # no copy where none share
 
 
 def _scores(q: Tensor, k: Tensor, start: int, causal: bool, scale: float) -> Tensor:
